@@ -1,0 +1,133 @@
+"""A microbatch as one typed record.
+
+A microbatch is one flat row of B*S tokens: the rows of B samples back to back. Documents in it are given by
+``cu_seqlens``; a row border is always a document border too, so attention never crosses it. The last three fields
+are host integers, so that nothing reads from the device to launch a kernel. ``first_row`` is the index, in the global
+batch, of the microbatch's first row: dropout is keyed by it, so a resharded run keeps its masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sample: S + 1 tokens and where its documents start.
+
+    Attributes:
+        tokens: int64 [S + 1]; inputs are the first S, targets the last S.
+        starts: int64 [documents], positions in [0, S] at which a document starts, ascending, the first is 0
+            (a row that starts inside a document starts a document here: what it cannot see does not exist).
+            A start at S means that the last *target* is the first token of another document.
+        index: the sample's number, as reported in logs and digests.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    index: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A microbatch.
+
+    Attributes:
+        tokens: int64 [B*S] inputs.
+        targets: int64 [B*S].
+        positions: int64 [B*S], position inside the document (or the row when documents see each other).
+        cu_seqlens: int32 [B*S + 1], document offsets, padded at the end with B*S (fixed length: no shape depends on data).
+        loss_mask: float32 [B*S], 1 where the target counts, else 0.
+        rows, seq_length: B and S.
+        first_row: index in the global batch of this microbatch's first row.
+        max_seqlen: longest document in it, host integer.
+        valid_tokens: number of ones in loss_mask, host integer.
+        num_documents: cu_seqlens[:num_documents + 1] are the true offsets, host integer.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor
+    cu_seqlens: torch.Tensor
+    loss_mask: torch.Tensor
+    rows: int
+    seq_length: int
+    first_row: int
+    max_seqlen: int
+    valid_tokens: int
+    num_documents: int
+
+    def to(self, device: torch.device, non_blocking: bool = True) -> Batch:
+        """The same batch with its tensors on ``device``."""
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=non_blocking)
+            for name in ("tokens", "targets", "positions", "cu_seqlens", "loss_mask")
+        }
+        return replace(self, **moved)
+
+    def pin(self) -> Batch:
+        """The same batch in page-locked memory."""
+        moved = {
+            name: getattr(self, name).pin_memory()
+            for name in ("tokens", "targets", "positions", "cu_seqlens", "loss_mask")
+        }
+        return replace(self, **moved)
+
+
+def make_batch(
+    rows: Sequence[Row],
+    first_row: int = 0,
+    *,
+    document_mask: bool = True,
+    eod_id: int | None = None,
+    eod_mask_loss: bool = False,
+) -> Batch:
+    """Build a microbatch from rows of equal length.
+
+    Args:
+        rows: B rows of S + 1 tokens.
+        first_row: index in the global batch of the first row.
+        document_mask: documents do not see each other, positions restart, and a target that is the first token of
+            another document has loss weight 0.
+        eod_id, eod_mask_loss: with both, the loss weight is 0 wherever the *input* is the end-of-document token.
+    """
+    seq_length = len(rows[0].tokens) - 1
+    total = seq_length * len(rows)
+    tokens = np.concatenate([row.tokens[:-1] for row in rows]).astype(np.int64, copy=False)
+    targets = np.concatenate([row.tokens[1:] for row in rows]).astype(np.int64, copy=False)
+    mask = np.ones(total, dtype=np.float32)
+    offsets: list[np.ndarray] = []
+    for b, row in enumerate(rows):
+        assert len(row.tokens) == seq_length + 1 and (len(row.starts) == 0 or row.starts[0] == 0)
+        base = b * seq_length
+        if document_mask:
+            starts = np.asarray(row.starts, dtype=np.int64)
+            offsets.append(base + (starts[starts < seq_length] if len(starts) else np.zeros(1, np.int64)))
+            borders = starts[starts > 0]
+            mask[base + borders - 1] = 0.0  # the target at b - 1 is the token at b, the first of another document
+        else:
+            offsets.append(np.array([base], dtype=np.int64))
+    if eod_mask_loss and eod_id is not None:
+        mask[tokens == eod_id] = 0.0
+    starts_all = np.concatenate(offsets)
+    ends = np.append(starts_all[1:], total)
+    cu_seqlens = np.full(total + 1, total, dtype=np.int32)
+    cu_seqlens[: len(starts_all)] = starts_all
+    positions = np.arange(total, dtype=np.int64) - np.repeat(starts_all, ends - starts_all)
+    return Batch(
+        tokens=torch.from_numpy(tokens),
+        targets=torch.from_numpy(targets),
+        positions=torch.from_numpy(positions),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        loss_mask=torch.from_numpy(mask),
+        rows=len(rows),
+        seq_length=seq_length,
+        first_row=first_row,
+        max_seqlen=int((ends - starts_all).max()),
+        valid_tokens=int(mask.sum()),
+        num_documents=len(starts_all),
+    )

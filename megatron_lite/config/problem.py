@@ -53,9 +53,10 @@ def format_problems(problems: Sequence[Problem]) -> str:
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like ``name``, or None if none is like it."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+    """The known name most like ``name``, or None if none is like it (dashes in front do not count)."""
+    by_text = {k.lstrip("-"): k for k in known}
+    found = difflib.get_close_matches(name.lstrip("-"), by_text, n=1, cutoff=0.6)
+    return by_text[found[0]] if found else None
 
 
 def nearest_divisors(value: int, of: int) -> list[int]:

@@ -4,7 +4,8 @@ Every section is a frozen dataclass. A field ``tensor_model_parallel_size`` is t
 (no section prefix) and the YAML key ``tensor_model_parallel_size`` under ``parallel:``; the text under a field is its
 help. Names and defaults are Megatron-LM's where it has the flag; where a default differs on purpose,
 :data:`megatron_lite.config.flags.DIFFERENCES` says so. ``None`` means *not given*: what follows from the other values
-is computed by :mod:`megatron_lite.config.derive`, so that a configuration holds only what a person said.
+is computed where it is used (:mod:`megatron_lite.config.derived`, :mod:`megatron_lite.optim.from_config`), so that a
+configuration holds only what a person said.
 
 The model's section is the dataclass of the model that ``--model`` names (:mod:`megatron_lite.config.transformer` for
 ``gpt`` and ``llama``, a team's own otherwise), therefore :class:`RunConfig` is generic in it.

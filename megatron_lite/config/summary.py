@@ -1,0 +1,178 @@
+"""What a start says before it trains: the layout, the size of the model, where the numbers differ from Megatron-LM's,
+which flags have no effect and why, and what each batch-size rule would make of the learning rate.
+
+The same script must not train another objective without a word: :func:`differences` lists every line of the table of
+intended differences (docs/configuration.md) that is in force under this configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_lite.config.derived import bucket_parameters, count_parameters, precision
+from megatron_lite.config.load import Loaded
+from megatron_lite.config.schema import RunConfig
+from megatron_lite.config.transformer import TransformerConfig
+
+if TYPE_CHECKING:
+    from megatron_lite.mesh.layout import Layout
+
+# item, whether ours is in force, ours, theirs, the flag that sets theirs
+DIFFERENCE_TABLE: tuple[tuple[str, Callable[[RunConfig[Any]], bool], str, str, str], ...] = (
+    (
+        "documents in a row",
+        lambda c: c.data.document_mask,
+        "do not see each other, positions restart",
+        "see each other, unless --reset-position-ids and --reset-attention-mask",
+        "--document-mask off",
+    ),
+    (
+        "target across a border",
+        lambda c: c.data.document_mask,
+        "not trained",
+        "trained, unless --eod-mask-loss",
+        "--document-mask off",
+    ),
+    (
+        "objective",
+        lambda c: c.training.loss_normalization == "token",
+        "loss sum / valid tokens of the global batch",
+        "mean of the microbatches' means, unless --calculate-per-token-loss",
+        "--loss-normalization microbatch",
+    ),
+    (
+        "padded vocabulary",
+        lambda c: c.training.mask_padded_vocab,
+        "outside the softmax",
+        "inside the softmax",
+        "--mask-padded-vocab off",
+    ),
+    ("initial weights", lambda c: True, "keyed by name, the same in any layout", "depend on tp and pp", ""),
+    (
+        "sample order",
+        lambda c: c.data.sample_order == "windows",
+        "permuted windows of one token stream",
+        "shuffled documents",
+        "--sample-order megatron",
+    ),
+    (
+        "initial loss scale",
+        lambda c: c.training.fp16 and c.optimizer.loss_scale is None and c.optimizer.initial_loss_scale != 2.0**32,
+        "2^16 unless given",
+        "2^32",
+        "--initial-loss-scale 4294967296",
+    ),
+)
+
+
+def differences(config: RunConfig[Any]) -> list[str]:
+    """One line for each intended difference from Megatron-LM that is in force."""
+    lines = []
+    for item, in_force, ours, theirs, flag in DIFFERENCE_TABLE:
+        if in_force(config):
+            lines.append(f"{item}: {ours} (Megatron-LM: {theirs}{'; ' + flag if flag else ''})")
+    return lines
+
+
+def notices(config: RunConfig[Any]) -> list[str]:
+    """Values that were given and do nothing here, or cost something one should know."""
+    parallel, training, optimizer = config.parallel, config.training, config.optimizer
+    found = []
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        found.append("--sequence-parallel has no effect at tensor-model-parallel-size 1")
+    if training.recompute_granularity is None and (training.recompute_method or training.recompute_num_layers):
+        found.append(
+            "--recompute-method and --recompute-num-layers have no effect without --recompute-granularity full"
+        )
+    if optimizer.lr_decay_style != "WSD" and (optimizer.lr_wsd_decay_iters or optimizer.lr_wsd_decay_samples):
+        found.append("--lr-wsd-decay-iters and -samples have no effect without --lr-decay-style WSD")
+    if not training.mask_padded_vocab:
+        found.append(
+            "--mask-padded-vocab off: padded rows start at zero, are trained and are stored in the checkpoint as "
+            "<name>.padding; equality over tp and resharding over tp are not promised"
+        )
+    if getattr(config.model, "attention_dropout", 0) > 0:
+        found.append(
+            f"--attention-dropout {config.model.attention_dropout:g}: attention runs on the plain reference, which keeps "
+            "the weights of every pair of positions (slower, and more memory at long sequences)"
+        )
+    found += _output_notices(config)
+    return found
+
+
+def _output_notices(config: RunConfig[Any]) -> list[str]:
+    checkpoint, logging, found = config.checkpoint, config.logging, []
+    if config.data.mock_data and config.data.data_path:
+        found.append("--data-path is not read: --mock-data makes up tokens")
+    if not checkpoint.save and not config.evaluation.skip_train:
+        found.append("nothing is saved: --save is not given")
+    if checkpoint.keep_every and not checkpoint.keep_last:
+        found.append("--keep-every has no effect without --keep-last: all checkpoints are kept")
+    if not logging.tensorboard_dir:
+        names = ("log_timers_to_tensorboard", "log_memory_to_tensorboard", "log_validation_ppl_to_tensorboard")
+        given = ["--" + name.replace("_", "-") for name in names if getattr(logging, name)]
+        if given:
+            found.append(f"{', '.join(given)} without --tensorboard-dir: no effect")
+    if logging.wandb_exp_name and not logging.wandb_project:
+        found.append("--wandb-exp-name without --wandb-project: W&B is not used")
+    return found
+
+
+def megabytes(parameters: int, bytes_each: int) -> str:
+    """``160.0 MB (40,000,000 parameters of 4 bytes)``."""
+    return f"{parameters * bytes_each / 1e6:,.1f} MB ({parameters:,} parameters of {bytes_each} bytes)"
+
+
+def summary(
+    loaded: Loaded,
+    layout: Layout,
+    *,
+    lines: Sequence[str] = (),
+    lr_by_rule: Mapping[str, float] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """The start-up text.
+
+    Args:
+        loaded: the configuration and the flags without effect.
+        layout: of the job.
+        lines: what other rooms have to say (schedules, the vocabulary, ...).
+        lr_by_rule: learning rate under each ``--lr-scaling-rule``, see :mod:`megatron_lite.optim.batch_size`.
+        environment: variables that were set from the configuration.
+    """
+    config = loaded.config
+    parts = [f"model {config.architecture}: {_size(config)}", f"layout: {layout.describe()}"]
+    kind = precision(config.training)
+    zero = f"ZeRO stage {config.parallel.zero_stage}"
+    overlap = "overlapped with backward" if config.parallel.overlap_grad_reduce else "after backward"
+    parts.append(f"precision {kind}, {zero}, gradients reduced {overlap}")
+    width = 8 if kind == "fp64" else 4
+    parts.append(f"gradient bucket: {megabytes(bucket_parameters(config.parallel, layout.dp), width)}")
+    parts += lines
+    if lr_by_rule:
+        rules = ", ".join(f"{rule} {value:g}" for rule, value in lr_by_rule.items())
+        parts.append(f"learning rate by --lr-scaling-rule (in force: {config.optimizer.lr_scaling_rule}): {rules}")
+    text = "\n".join(parts)
+    blocks = (
+        ("differs from Megatron-LM on purpose:", differences(config)),
+        ("accepted without effect:", [f"{flag}: {reason}" for flag, reason in loaded.accepted]),
+        ("notices:", notices(config)),
+        ("environment set from the configuration:", [f"{k}={v}" for k, v in (environment or {}).items()]),
+    )
+    for head, its in blocks:
+        if its:
+            text += "\n" + "\n".join([head, *(f"  - {line}" for line in its)])
+    return text
+
+
+def _size(config: RunConfig[Any]) -> str:
+    model = config.model
+    if not isinstance(model, TransformerConfig):
+        return type(model).__name__
+    kv = f", {model.kv_heads} key/value heads" if model.kv_heads != model.num_attention_heads else ""
+    return (
+        f"{count_parameters(model):,} parameters ({model.num_layers} layers, hidden {model.hidden_size}, "
+        f"ffn {model.ffn_size}, {model.num_attention_heads} heads{kv}, vocabulary {model.vocab_size:,}), "
+        f"sequence {config.data.seq_length}"
+    )

@@ -63,17 +63,42 @@ class Loaded:
     given: frozenset[Key] = frozenset()
 
 
+BUILTIN: dict[str, type] = {"gpt": TransformerConfig, "llama": LlamaConfig}
+
+
 def builtin_model_config(architecture: str) -> type:
     """Configuration class of a model of ours."""
-    ours = {"gpt": TransformerConfig, "llama": LlamaConfig}
-    if architecture in ours:
-        return ours[architecture]
-    near = nearest_name(architecture, ours)
+    if architecture in BUILTIN:
+        return BUILTIN[architecture]
+    near = nearest_name(architecture, BUILTIN)
     raise ConfigError([Problem(f"unknown model {architecture}", rule="gpt, llama or MODULE:CLASS", nearest=near or "")])
 
 
-def load(argv: Sequence[str], resolve: Resolve = builtin_model_config, *, prog: str = "megatron-lite train") -> Loaded:
+@dataclass(frozen=True)
+class NoModel:
+    """The model's section when a command line is read without it."""
+
+
+def no_model(architecture: str) -> type:
+    """The class above, whatever the model."""
+    return NoModel
+
+
+def load(
+    argv: Sequence[str],
+    resolve: Resolve = builtin_model_config,
+    *,
+    prog: str = "megatron-lite train",
+    without_model: bool = False,
+) -> Loaded:
     """Read a command line and the files it names.
+
+    Args:
+        argv: the flags.
+        resolve: from the text of ``--model`` to the model's configuration class.
+        prog: name of the program in its help.
+        without_model: leave out a team's model (its class, ``--model.FIELD``, ``model:``): what can be known before its
+            module is imported. Models of ours are read as always.
 
     Raises:
         ConfigError: with every problem of flags, files, names and types (not yet of the values against each other).
@@ -81,6 +106,16 @@ def load(argv: Sequence[str], resolve: Resolve = builtin_model_config, *, prog: 
     """
     files = [read_file(path) for path in command_line.peek(argv, "--config")]
     architecture = _architecture(argv, files)
+    if without_model and architecture not in BUILTIN:
+        argv = [
+            token
+            for flag, values in command_line.cut(argv)[0]
+            if not flag.startswith("--model")
+            for token in (flag, *values)
+        ]
+        for file in files:
+            file.values = {key: value for key, value in file.values.items() if key[0] != "model"}
+        resolve = no_model
     model_config = resolve(architecture)
     line = command_line.read(argv, model_config)
     problems = list(line.problems)

@@ -1,0 +1,158 @@
+"""``megatron-lite train``: read the configuration, check all of it, say what will run, and train.
+
+Order matters: flags and files are read without torch; variables of CUDA and the allocator are set from them; then the
+model's module, the tokenizer and everything else may be imported. All ranks check, rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_lite.cli.environment import apply_early
+from megatron_lite.config.check import ProblemsFunction, check, check_files, require
+from megatron_lite.config.exit_codes import CONFIGURATION
+from megatron_lite.config.load import BUILTIN, Loaded, load, with_checkpoint_args
+from megatron_lite.config.problem import ConfigError, Problem
+from megatron_lite.config.schema import RunConfig
+from megatron_lite.config.summary import summary
+from megatron_lite.mesh.local import RankInfo, rank_info
+
+if TYPE_CHECKING:
+    from megatron_lite.mesh.layout import Layout
+
+
+def run(argv: Sequence[str]) -> int:
+    """Train as the command line says; the result is the exit code."""
+    info = rank_info(os.environ)
+    try:
+        environment = apply_early(argv, os.environ)
+        loaded = read(argv)
+        text = prepare(loaded, info, environment)
+    except ConfigError as error:
+        if info.rank == 0:
+            print(f"megatron-lite train: {error}", file=sys.stderr, flush=True)
+        return CONFIGURATION
+    if info.rank == 0:
+        print(text, flush=True)
+    from megatron_lite.train.loop import train
+
+    return train(loaded.config, info, environment=environment)
+
+
+def read(argv: Sequence[str]) -> Loaded:
+    """The configuration of a command line, ``--use-checkpoint-args`` and the tokenizer's vocabulary applied.
+
+    Raises:
+        ConfigError: with every problem of flags and files.
+    """
+    loaded = load(argv, resolve_model)
+    if loaded.config.checkpoint.use_checkpoint_args and loaded.config.checkpoint.load:
+        loaded = with_checkpoint_args(loaded, saved_config(loaded.config), resolve_model)
+    return dataclasses.replace(loaded, config=with_vocabulary(loaded.config))
+
+
+def resolve_model(architecture: str) -> type:
+    """Configuration class of a model: ours without importing torch, a team's own from its module."""
+    if architecture in BUILTIN:
+        return BUILTIN[architecture]
+    from megatron_lite.model.protocol import load_definition
+
+    try:
+        return load_definition(architecture).Config
+    except ValueError as error:
+        raise ConfigError([Problem(f"--model {architecture}: {error}")]) from error
+
+
+def saved_config(config: RunConfig[Any]) -> dict[str, Any]:
+    """The configuration stored in the checkpoint that ``--load`` names."""
+    from megatron_lite.checkpoint.manifest import find_checkpoint, read_manifest
+
+    load_from = Path(str(config.checkpoint.load))
+    try:
+        found = find_checkpoint(load_from, config.checkpoint.ckpt_step)
+    except ValueError as error:
+        raise ConfigError([Problem(f"--use-checkpoint-args: {error}")]) from error
+    if found is None:
+        raise ConfigError([Problem(f"--use-checkpoint-args: {load_from} holds no checkpoint")])
+    return dict(read_manifest(found.directory)["config"])
+
+
+def with_vocabulary(config: RunConfig[Any]) -> RunConfig[Any]:
+    """The model's ``vocab_size`` filled in from the tokenizer where it is 0."""
+    if getattr(config.model, "vocab_size", None) != 0:
+        return config
+    from megatron_lite.data.tokenizer import vocabulary_size
+
+    size = vocabulary_size(config.data)
+    return (
+        config
+        if size is None
+        else dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+    )
+
+
+def model_function(config: RunConfig[Any], layout: Layout) -> list[str]:
+    """What the model's room has to say about a configuration."""
+    from megatron_lite.model.problems import model_problems
+    from megatron_lite.model.protocol import load_definition
+
+    return model_problems(
+        load_definition(config.architecture),
+        config.model,
+        layout,
+        sequence_parallel=config.parallel.sequence_parallel,
+        seq_length=config.data.seq_length,
+    )
+
+
+def problem_functions() -> list[ProblemsFunction]:
+    """The rooms that are asked about a configuration."""
+    from megatron_lite.optim.from_config import problems as optimizer_problems
+
+    return [model_function, optimizer_problems]
+
+
+def prepare(loaded: Loaded, info: RankInfo, environment: dict[str, str]) -> str:
+    """Check everything; the start-up text.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    from megatron_lite.mesh.layout import layout_for
+
+    config, parallel = loaded.config, loaded.config.parallel
+    require(check(config, info.world_size, problem_functions()) + check_files(config))
+    layout = layout_for(
+        info.world_size,
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        cp=parallel.context_parallel_size,
+    )
+    lines, lr_by_rule = schedule_lines(config, layout)
+    return summary(loaded, layout, lines=lines, lr_by_rule=lr_by_rule, environment=environment)
+
+
+def schedule_lines(config: RunConfig[Any], layout: Layout) -> tuple[list[str], dict[str, float] | None]:
+    """What the optimizer's room says of batches, length and learning rates; and the lr under each scaling rule."""
+    from megatron_lite.optim import from_config
+    from megatron_lite.optim.batch_size import lr_scaling_table
+
+    training, optimizer = config.training, config.optimizer
+    batch = from_config.batch_schedule(training, config.data.seq_length, layout.dp)
+    steps, samples = from_config.training_length(training, batch)
+    per_step = batch.final // (training.micro_batch_size * layout.dp)
+    lines = [
+        f"global batch {batch.final}: {per_step} microbatches of {training.micro_batch_size} on each of {layout.dp} "
+        f"data-parallel ranks; {steps:,} steps, {samples:,} samples"
+    ]
+    if len(batch.phases) > 1:
+        lines.append(f"the batch grows from {batch.phases[0][1]} to {batch.final} over {batch.phases[-1][0]:,} samples")
+    lines += from_config.describe(from_config.rates(training, optimizer, batch).lr.items())
+    base = optimizer.lr_scaling_base_batch
+    table = lr_scaling_table(optimizer.lr, batch.final, base) if base and optimizer.lr is not None else None
+    return lines, table

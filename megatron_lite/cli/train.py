@@ -146,10 +146,8 @@ def schedule_lines(config: RunConfig[Any], layout: Layout) -> tuple[list[str], d
     batch = from_config.batch_schedule(training, config.data.seq_length, layout.dp)
     steps, samples = from_config.training_length(training, batch)
     per_step = batch.final // (training.micro_batch_size * layout.dp)
-    lines = [
-        f"global batch {batch.final}: {per_step} microbatches of {training.micro_batch_size} on each of {layout.dp} "
-        f"data-parallel ranks; {steps:,} steps, {samples:,} samples"
-    ]
+    work = f"{per_step} microbatches of {training.micro_batch_size} on each of {layout.dp} data-parallel ranks"
+    lines = [f"global batch {batch.final}: {work}; {steps:,} steps, {samples:,} samples"]
     if len(batch.phases) > 1:
         lines.append(f"the batch grows from {batch.phases[0][1]} to {batch.final} over {batch.phases[-1][0]:,} samples")
     lines += from_config.describe(from_config.rates(training, optimizer, batch).lr.items())

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron_lite.config.problem import either, nearest_divisors, nearest_multiples
 from megatron_lite.config.transformer import TransformerConfig
 from megatron_lite.mesh.collectives import Axis
 from megatron_lite.mesh.layout import Layout
@@ -27,7 +28,7 @@ def model_problems(
     if sequence_parallel and seq_length % layout.tp:
         found.append(
             f"seq-length {seq_length} is not divisible by tensor-model-parallel-size {layout.tp}, as "
-            f"--sequence-parallel needs: use {_multiples(seq_length, layout.tp)}"
+            f"--sequence-parallel needs: use {either(nearest_multiples(seq_length, layout.tp))}"
         )
     if found:
         return found
@@ -85,14 +86,14 @@ def _sizes(config: TransformerConfig) -> list[str]:
     if config.kv_channels is None and hidden % heads:
         found.append(
             f"hidden-size {hidden} is not divisible by num-attention-heads {heads}: "
-            f"use {_multiples(hidden, heads)}, or set --kv-channels"
+            f"use {either(nearest_multiples(hidden, heads))}, or set --kv-channels"
         )
     if config.head_dim < 1:
         found.append(f"kv-channels {config.head_dim} must be positive")
     if config.group_query_attention and (config.num_query_groups < 1 or heads % config.num_query_groups):
         found.append(
             f"num-query-groups {config.num_query_groups} does not divide num-attention-heads {heads}: "
-            f"use one of {_divisors(heads)}"
+            f"use {either(nearest_divisors(config.num_query_groups, heads))}"
         )
     if config.ffn_size < 1:
         found.append(
@@ -163,25 +164,17 @@ def _divisibility(config: TransformerConfig, tp: int) -> list[str]:
     if heads % tp:
         found.append(
             f"num-attention-heads {heads} not divisible by tensor-model-parallel-size {tp}: "
-            f"use a size out of {_divisors(heads)}, or {_multiples(heads, tp)} heads"
+            f"use a size of {either(nearest_divisors(tp, heads))}, or {either(nearest_multiples(heads, tp))} heads"
         )
     if config.group_query_attention and kv > 0 and kv % tp and tp % kv:
         found.append(
             f"num-query-groups {kv} and tensor-model-parallel-size {tp}: one must divide the other; "
-            f"nearest are {_multiples(kv, tp)} groups"
+            f"use {either(nearest_multiples(kv, tp))} groups"
         )
     if ffn > 0 and ffn % tp:
         found.append(
-            f"ffn-hidden-size {ffn} not divisible by tensor-model-parallel-size {tp}: use {_multiples(ffn, tp)}"
+            f"ffn-hidden-size {ffn} not divisible by tensor-model-parallel-size {tp}: "
+            f"use {either(nearest_multiples(ffn, tp))}"
         )
     return found
 
-
-def _multiples(value: int, of: int) -> str:
-    """The multiples of ``of`` next to ``value``, as words."""
-    below, above = value // of * of, -(-value // of) * of
-    return f"{below} or {above}" if below > 0 and below != above else f"{above}"
-
-
-def _divisors(value: int) -> str:
-    return ", ".join(str(n) for n in range(1, value + 1) if value % n == 0)

@@ -142,7 +142,7 @@ def load_definition(name: str) -> type[ModelDefinition]:
     name = {"gpt": "megatron_lite.model.gpt:GPT", "llama": "megatron_lite.model.llama:Llama"}.get(name, name)
     module_name, colon, class_name = name.partition(":")
     if not colon or not module_name or not class_name:
-        raise ValueError(f"--model {name}: choose gpt, llama or a class of your own as package.module:Class")
+        raise ValueError(f"no model {name!r}: choose gpt, llama or a class of your own as package.module:Class")
     module = _import_module(module_name)
     found = getattr(module, class_name, None)
     if found is None:
@@ -152,16 +152,16 @@ def load_definition(name: str) -> type[ModelDefinition]:
             if isinstance(value, type) and issubclass(value, ModelDefinition) and value is not ModelDefinition
         ]
         there = f"; it defines {', '.join(known)}" if known else "; it defines no subclass of ModelDefinition"
-        raise ValueError(f"--model {name}: {module.__file__} has no {class_name}{there}")
+        raise ValueError(f"{module.__file__} has no {class_name}{there}")
     if not (isinstance(found, type) and issubclass(found, ModelDefinition)):
-        raise ValueError(f"--model {name}: {class_name} is not a subclass of megatron_lite.model.protocol.ModelDefinition")
+        raise ValueError(f"{class_name} is not a subclass of megatron_lite.model.protocol.ModelDefinition")
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
-        raise ValueError(f"--model {name}: {class_name} does not define {', '.join(missing)}")
+        raise ValueError(f"{class_name} does not define {', '.join(missing)}")
     config = getattr(found, "Config", None)
     if not (isinstance(config, type) and is_dataclass(config) and config.__dataclass_params__.frozen):  # type: ignore[attr-defined]
         raise ValueError(
-            f"--model {name}: {class_name}.Config must be a frozen dataclass (@dataclass(frozen=True)) of the model's options"
+            f"{class_name}.Config must be a frozen dataclass (@dataclass(frozen=True)) of the model's options"
         )
     return found
 
@@ -174,8 +174,8 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise ValueError(f"--model: no module {name} in {here} or among the installed packages") from error
-        raise ValueError(f"--model: module {name} was found, but it needs {error.name}, which is not installed") from error
+            raise ValueError(f"no module {name} in {here} or among the installed packages") from error
+        raise ValueError(f"module {name} was found, but it needs {error.name}, which is not installed") from error
     finally:
         sys.path.remove(here)
         if here not in sys.path:

@@ -20,12 +20,15 @@ heads.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+from megatron_lite.ops.op import Kernel, Op, Problem, Reason, capability_reason, dtype_reason, numel, wide
 
 DropWeights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(weights [n, heads, L, L], first token of each of the n documents, int64 [n]) -> weights with some set to zero."""
@@ -115,27 +118,35 @@ def reference(
     heads, kv_heads = q.shape[1], k.shape[1]
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        compute = wide(q.dtype)
         n, length, _, d = q.shape
         # [n, L, heads, d] -> [n, kv_heads, group * L, d]: the query heads of one key head side by side
-        queries = q.to(wide).view(n, length, kv_heads, heads // kv_heads, d).permute(0, 2, 3, 1, 4)
+        queries = q.to(compute).view(n, length, kv_heads, heads // kv_heads, d).permute(0, 2, 3, 1, 4)
         queries = queries.reshape(n, kv_heads, heads // kv_heads * length, d)
-        scores = queries @ k.to(wide).permute(0, 2, 3, 1) * scale
+        scores = queries @ k.to(compute).permute(0, 2, 3, 1) * scale
         scores = scores.view(n, heads, length, length)
         future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
         if drop is not None:
             weights = drop(weights, first)
         weights = weights.reshape(n, kv_heads, heads // kv_heads * length, length)
-        out = weights @ v.to(wide).permute(0, 2, 1, 3)  # [n, kv_heads, group * L, d]
+        out = weights @ v.to(compute).permute(0, 2, 1, 3)  # [n, kv_heads, group * L, d]
         out = out.view(n, heads, length, v.shape[-1]).transpose(1, 2)  # [n, L, heads, d]
         return out.to(q.dtype)
 
     return per_length(run, q, k, v, documents, lambda length: LARGEST_SCORES // (heads * length * length))
 
 
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float) -> torch.Tensor:
+def sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: Documents,
+    scale: float,
+    drop: DropWeights | None = None,
+) -> torch.Tensor:
     """PyTorch's fused attention, once per distinct document length."""
+    assert drop is None
     grouped = q.shape[1] != k.shape[1]
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
@@ -146,10 +157,18 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents
     return per_length(run, q, k, v, documents)
 
 
-def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scale: float) -> torch.Tensor:
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: Documents,
+    scale: float,
+    drop: DropWeights | None = None,
+) -> torch.Tensor:
     """PyTorch's variable-length flash attention: one launch, nothing read from the device."""
     from torch.nn.attention.varlen import varlen_attn  # not in every torch this project runs on
 
+    assert drop is None
     offsets = documents.cu_seqlens[: documents.count + 1]
     accepted = inspect.signature(varlen_attn).parameters  # the spelling of "causal" and of grouped heads has changed
     options: dict[str, object] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
@@ -159,6 +178,79 @@ def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documen
     out = varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scale, **options)
     assert isinstance(out, torch.Tensor)
     return out
+
+
+def _no_dropout(problem: Problem) -> Reason:
+    if problem.option("dropout"):
+        return "attention dropout > 0: its masks are keyed by query and key position, which only the reference applies"
+    return None
+
+
+def _varlen_applies(problem: Problem) -> Reason:
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+    head_dim = problem.shapes[0][-1]
+    if head_dim > 256 or head_dim % 8:
+        return f"takes head sizes that are multiples of 8 up to 256, not {head_dim}"
+    reason = dtype_reason(problem, (torch.bfloat16, torch.float16)) or capability_reason(problem, (8, 0))
+    return reason or _no_dropout(problem)
+
+
+def _flash_saves(problem: Problem) -> int:
+    """q, k, v, the output and one fp32 logarithm per query and head."""
+    q, k, v = problem.shapes
+    return (2 * numel(q) + numel(k) + numel(v)) * problem.dtypes[0].itemsize + q[0] * q[1] * 4
+
+
+def _reference_saves(problem: Problem) -> int:
+    """fp32 copies of q, k, v, and the weights of documents of ``longest`` tokens, twice with dropout."""
+    q, k, v = problem.shapes
+    weights = q[0] * q[1] * problem.option("longest", q[0])
+    copies = numel(q) + numel(k) + numel(v)
+    return (copies + weights * (2 if problem.option("dropout") else 1)) * wide(problem.dtypes[0]).itemsize
+
+
+ATTENTION = Op(
+    "attention",
+    reference,
+    (
+        Kernel("varlen", ("cuda",), varlen, _varlen_applies, saves=_flash_saves),
+        Kernel("sdpa", ("cpu", "cuda", "meta"), sdpa, _no_dropout, saves=_flash_saves),
+    ),
+    _reference_saves,
+)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    documents: Documents,
+    *,
+    scale: float | None = None,
+    drop: DropWeights | None = None,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """Causal attention inside each document.
+
+    Args:
+        q: [T, heads, head_dim].
+        k, v: [T, kv_heads, head_dim]; kv_heads divides heads.
+        documents: where they lie in the row of T tokens.
+        scale: of the scores, default head_dim^-0.5.
+        drop: drops attention weights, None for no dropout.
+        kernel: the implementation to use, None for the best that applies.
+
+    Returns:
+        [T, heads, head_dim] in the dtype of q.
+
+    Raises:
+        ValueError: the kernel asked for cannot run; says its limit.
+    """
+    assert q.shape[0] == k.shape[0] == v.shape[0] and q.shape[1] % k.shape[1] == 0, (q.shape, k.shape, v.shape)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    run = ATTENTION.pick(q, k, v, kernel=kernel, dropout=drop is not None)
+    return run(q, k, v, documents, scale, drop)
 
 
 def cached_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:

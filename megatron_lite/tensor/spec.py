@@ -105,14 +105,13 @@ class TensorParallel:
         device: where parameters are made (``meta`` for dry runs).
         vocab_multiple: the local vocabulary is padded so that tp * vocab_multiple divides the padded size.
         mask_padded_vocab: padded columns take no part in the softmax.
-        materialise: False under ``full_specs``: shapes only.
     """
 
     axis: Axis
     kv_heads: int | None = None
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     vocab_multiple: int = 128
     mask_padded_vocab: bool = True
 
@@ -143,7 +142,10 @@ class TensorParallel:
                 size = self.padded_vocab(size)
             count, _ = self.shards(SPLIT_OVER[axis] if axis is not None else None)
             if size % count:
-                raise ValueError(f"a dim of {size} ({axis}) cannot be split over {count} tensor-parallel shards: choose a tp that divides {size}")
+                raise ValueError(
+                    f"a dim of {size} ({axis}) cannot be split over {count} tensor-parallel shards: choose a tp that "
+                    f"divides {size}"
+                )
             shape.append(size // count)
         return tuple(shape)
 

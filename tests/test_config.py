@@ -286,7 +286,7 @@ def test_saved_configurations_are_read_strictly() -> None:
 def test_use_checkpoint_args() -> None:
     saved = to_dict(parse(GOOD + " --model llama --tokenizer-model tok.json --lr 5 --seed 9"))
     loaded = with_checkpoint_args(
-        load("--num-layers 99 --seq-length 64 --lr 1 --load d --use-checkpoint-args".split()), saved
+        load(["--num-layers", "99", "--seq-length", "64", "--lr", "1", "--load", "d", "--use-checkpoint-args"]), saved
     )
     config = loaded.config
     assert config.architecture == "llama" and isinstance(config.model, LlamaConfig) and config.model.num_layers == 4
@@ -344,7 +344,7 @@ def test_own_model_errors(tmp_path: Path) -> None:
 
 
 def test_reading_without_the_model() -> None:
-    argv = "--model their.module:Model --model.width 3 --tensor-model-parallel-size 2".split()
+    argv = ["--model", "their.module:Model", "--model.width", "3", "--tensor-model-parallel-size", "2"]
     assert load(argv, without_model=True).config.parallel.tensor_model_parallel_size == 2
 
 

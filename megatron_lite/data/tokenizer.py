@@ -1,0 +1,231 @@
+"""Text to token ids and back, for every kind of tokenizer file that Megatron-LM's flags name.
+
+One interface over five kinds: Hugging Face ``tokenizer.json``, SentencePiece, tiktoken files, GPT-2's ``vocab.json`` with
+``merges.txt`` and a null tokenizer. Two rules hold for all of them:
+
+*The end-of-document token is the tokenizer's own.* There is no default text such as ``<|endoftext|>``: a tokenizer that
+declares none is refused until ``--eod-token`` names one, since a wrong or missing border is seen by no shape check.
+
+*``encode`` gives a document without its end.* A tokenizer whose post-processor adds an end token gets it taken off
+again (and a begin token that is the same token too), so that preprocessing adds exactly one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+END_NAMES = ("eos_token", "eod_token")
+
+
+class Tokenizer(Protocol):
+    """What the rest of the program needs of a tokenizer.
+
+    Attributes:
+        vocab_size: number of ids; every id is below it.
+        eod_id: the end-of-document id.
+        fingerprint: a digest of the files and options that decide the ids.
+    """
+
+    vocab_size: int
+    eod_id: int
+    fingerprint: str
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of one document, without the end-of-document token."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of several documents."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of some ids; bytes that are no UTF-8 become the replacement character."""
+        ...
+
+
+def fingerprint(kind: str, *contents: bytes) -> str:
+    """A digest of what decides a tokenizer's ids."""
+    digest = hashlib.sha256(kind.encode())
+    for content in contents:
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+def read_file(path: str | None, flag: str) -> bytes:
+    """The bytes of a tokenizer file. Raises ValueError naming the flag."""
+    if path is None:
+        raise ValueError(f"this tokenizer type needs {flag}")
+    try:
+        return Path(path).read_bytes()
+    except OSError as e:
+        raise ValueError(f"{flag} {path}: {e.strerror}") from None
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json``, or a directory that holds one; never remote code."""
+
+    def __init__(self, path: str, eod_token: str | None = None) -> None:
+        from tokenizers import Tokenizer as Fast
+
+        given = Path(path)
+        file = given / "tokenizer.json" if given.is_dir() else given
+        data = read_file(str(file), "--tokenizer-model")
+        try:
+            self._fast: Any = Fast.from_str(data.decode("utf-8"))
+        except Exception as e:  # the library raises plain Exception with its parser's message
+            raise ValueError(f"--tokenizer-model {file} is not a tokenizer.json: {e}") from None
+        self.vocab_size = self._fast.get_vocab_size(with_added_tokens=True)
+        largest = max(self._fast.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = max(self.vocab_size, largest + 1)
+        self.eod_id = self._find_end(file, json.loads(data), eod_token)
+        self.fingerprint = fingerprint("hf", data, str(self.eod_id).encode())
+
+    def _find_end(self, file: Path, content: dict[str, Any], eod_token: str | None) -> int:
+        special = [t["content"] for t in content.get("added_tokens", []) if t.get("special")]
+        declared = eod_token or _declared_end(file.parent)
+        if declared is None and len(special) == 1:
+            declared = special[0]
+        if declared is None:
+            raise ValueError(
+                f"{file} declares no end-of-document token (no eos_token in a tokenizer_config.json beside it, "
+                f"{len(special)} special tokens: {', '.join(special[:8]) or 'none'}): name it with --eod-token"
+            )
+        end = self._fast.token_to_id(declared)
+        if end is None:
+            raise ValueError(f"the end-of-document token {declared!r} is not in {file}: name one that is with --eod-token")
+        return int(end)
+
+    def _strip(self, ids: list[int]) -> list[int]:
+        """Take off what the post-processor added that is the end token."""
+        while ids and ids[-1] == self.eod_id and self._adds_special:
+            ids = ids[:-1]
+        if ids and ids[0] == self.eod_id and self._adds_special:
+            ids = ids[1:]
+        return ids
+
+    @property
+    def _adds_special(self) -> bool:
+        return bool(self._fast.num_special_tokens_to_add(False))
+
+    def encode(self, text: str) -> list[int]:
+        return self._strip(self._fast.encode(text).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self._strip(e.ids) for e in self._fast.encode_batch_fast(list(texts))]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._fast.decode(list(ids), skip_special_tokens=False))
+
+
+def _declared_end(directory: Path) -> str | None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = directory / name
+        if not path.exists():
+            continue
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as e:
+            raise ValueError(f"{path} is not JSON: {e}") from None
+        for key in END_NAMES:
+            value = config.get(key)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                return value
+    return None
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece ``.model``. ``add_bos``: begin each document with BOS, as Llama 2 does."""
+
+    def __init__(self, path: str | None, add_bos: bool = False, eod_token: str | None = None) -> None:
+        import sentencepiece
+
+        data = read_file(path, "--tokenizer-model")
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=data)
+        except RuntimeError as e:
+            raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model: {e}") from None
+        self.vocab_size = self._model.vocab_size()
+        end = self._model.piece_to_id(eod_token) if eod_token else self._model.eos_id()
+        if end < 0 or (eod_token and end == self._model.unk_id()):
+            raise ValueError(f"{path} has no end-of-sequence piece ({eod_token or 'eos_id is -1'}): name one with --eod-token")
+        self.eod_id = int(end)
+        self._bos = [self._model.bos_id()] if add_bos else []
+        if self._bos and self._bos[0] < 0:
+            raise ValueError(f"{path} has no begin-of-sequence piece, which --tokenizer-type Llama2Tokenizer puts before each document")
+        self.fingerprint = fingerprint("sentencepiece", data, bytes(add_bos), str(end).encode())
+
+    def encode(self, text: str) -> list[int]:
+        return self._bos + list(self._model.encode(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode([int(i) for i in ids]))
+
+
+class NullTokenizer:
+    """Text is numbers apart by spaces; the end-of-document id is the one after the largest number."""
+
+    def __init__(self, vocab_size: int | None) -> None:
+        if not vocab_size or vocab_size < 1:
+            raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size, the number of ids besides the end-of-document id")
+        self._numbers = vocab_size
+        self.vocab_size, self.eod_id = vocab_size + 1, vocab_size
+        self.fingerprint = fingerprint("null", str(vocab_size).encode())
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError as e:
+            raise ValueError(f"the null tokenizer reads numbers apart by spaces: {e}") from None
+        for i in ids:
+            if not 0 <= i < self._numbers:
+                raise ValueError(f"id {i} is outside [0, {self._numbers}), the --vocab-size of the null tokenizer")
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+
+def build_tokenizer(
+    kind: str,
+    *,
+    model: str | None = None,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    tiktoken_pattern: str | None = None,
+    vocab_size: int | None = None,
+    eod_token: str | None = None,
+) -> Tokenizer:
+    """The tokenizer that ``--tokenizer-type`` and its flags name.
+
+    Raises:
+        ValueError: a missing flag, an unreadable file, or no end-of-document token.
+    """
+    from megatron_lite.data.tokenizer_bpe import Gpt2BpeTokenizer, TiktokenTokenizer
+
+    if kind == "HuggingFaceTokenizer":
+        if model is None:
+            raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model, a tokenizer.json or its directory")
+        return HuggingFaceTokenizer(model, eod_token)
+    if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer"):
+        return SentencePieceTokenizer(model, eod_token=eod_token)
+    if kind == "Llama2Tokenizer":
+        return SentencePieceTokenizer(model, add_bos=True, eod_token=eod_token)
+    if kind == "TikTokenizer":
+        return TiktokenTokenizer(model, tiktoken_pattern, vocab_size, eod_token)
+    if kind == "GPT2BPETokenizer":
+        return Gpt2BpeTokenizer(vocab_file, merge_file, eod_token)
+    if kind == "NullTokenizer":
+        return NullTokenizer(vocab_size)
+    raise ValueError(f"unknown tokenizer type {kind!r}")

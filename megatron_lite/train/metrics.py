@@ -1,0 +1,199 @@
+"""What a run reports: ``metrics.jsonl``, TensorBoard, Weights & Biases, the console line and the progress bar.
+
+``metrics.jsonl`` is the record: one line per optimizer step whatever the log interval, appended, floats in full
+precision, written by one rank. Every line carries ``run``, which counts the starts in this log directory; after a
+restart or a rollback steps repeat and a reader takes the last line of a step (:func:`read_metrics` does).
+docs/metrics.md is its schema.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+PEAK_TFLOPS = (  # dense bf16, by a part of the device's name; the first match counts
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("H20-", 148.0),
+    ("H20 ", 148.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("H200", 989.0),
+)
+
+STEP_FIELDS = (
+    "step", "run", "time", "loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "consumed_samples",
+    "consumed_tokens", "step_seconds", "data_wait_seconds", "tokens_per_second", "tflops_per_gpu", "tflops_computed",
+    "mfu", "memory_gib",
+)  # fmt: skip
+
+
+def peak_tflops(device_name: str, override: float | None = None) -> float | None:
+    """Dense bf16 peak of a device in TFLOP/s, or None where it is not known (then there is no MFU)."""
+    if override:
+        return override
+    name = f"{device_name} "
+    return next((peak for part, peak in PEAK_TFLOPS if part in name), None)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Every whole line of a metrics file; a last line cut off by a kill is passed over."""
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8") as f:
+        for line in f:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+    """(training lines, evaluation lines) by step; the last line of a step counts."""
+    steps: dict[int, dict[str, Any]] = {}
+    evaluations: dict[int, dict[str, Any]] = {}
+    for record in read_lines(path):
+        (evaluations if "eval_loss" in record else steps)[record["step"]] = record
+    return steps, evaluations
+
+
+class JsonLines:
+    """Appends records to ``metrics.jsonl``; a line is written with one system call."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.run = max((record.get("run", -1) for record in read_lines(path)), default=-1) + 1
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        size = path.stat().st_size
+        if size and not path.read_bytes().endswith(b"\n"):
+            os.write(self._fd, b"\n")  # the line before was cut off by a kill: keep ours apart from it
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        line = {"run": self.run, "time": time.time(), **record}
+        line = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in line.items()}
+        os.write(self._fd, (json.dumps(line) + "\n").encode())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, under one tag per field."""
+
+    def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory))  # type: ignore[no-untyped-call]
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            if name not in ("step", "run", "time") and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, record["step"])  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class WeightsAndBiases:
+    """Scalars for Weights & Biases, which has to be installed; offline where its server cannot be reached."""
+
+    def __init__(self, project: str, name: str | None, directory: Path, config: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError("--wandb-project is given, but the package wandb is not installed: pip install wandb") from None
+        try:
+            self._run = wandb.init(project=project, name=name, dir=str(directory), config=config)
+        except Exception as e:  # whatever the client raises when it has no network or no login
+            print(f"W&B: no connection ({type(e).__name__}: {e}); this run is recorded offline, `wandb sync` sends it later", flush=True)
+            self._run = wandb.init(project=project, name=name, dir=str(directory), config=config, mode="offline")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._run.log({k: v for k, v in record.items() if k not in ("step", "run", "time") and v is not None}, step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _short(value: float, digits: int = 4) -> str:
+    return f"{value:.{digits}g}"
+
+
+def step_line(record: Mapping[str, Any], last_step: int, eta_seconds: float | None) -> str:
+    """One human-readable line about a step."""
+    loss = record["loss"]
+    parts = [
+        f"step {record['step']}/{last_step}",
+        f"loss {loss:.4f}" if loss is not None and math.isfinite(loss) else f"loss {loss}",
+        f"lr {record['learning_rate']:.3e}",
+        f"grad norm {_short(record['grad_norm'])}" if record.get("grad_norm") is not None else "grad norm -",
+    ]
+    if record.get("loss_scale", 1.0) != 1.0:
+        parts.append(f"loss scale {record['loss_scale']:g}")
+    if record.get("skipped"):
+        parts.append(f"SKIPPED ({record['skipped']} so far)" if isinstance(record["skipped"], int) and record["skipped"] > 1 else "SKIPPED")
+    parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+    if record.get("tflops_per_gpu") is not None:
+        parts.append(f"{_short(record['tflops_per_gpu'], 3)} TFLOP/s per rank")
+    if record.get("mfu") is not None:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    parts.append(f"{record['step_seconds'] * 1000:.0f} ms")
+    parts.append(f"{record['memory_gib']:.2f} GiB")
+    if eta_seconds is not None:
+        parts.append(f"ETA {format_seconds(eta_seconds)}")
+    return " | ".join(parts)
+
+
+def format_seconds(seconds: float) -> str:
+    """``1d02h``, ``3h05m``, ``4m10s`` or ``12s``."""
+    s = int(seconds + 0.5)
+    if s >= 86400:
+        return f"{s // 86400}d{s % 86400 // 3600:02d}h"
+    if s >= 3600:
+        return f"{s // 3600}h{s % 3600 // 60:02d}m"
+    return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
+
+
+class Console:
+    """The line per interval, and on a terminal a bar that moves with every step."""
+
+    def __init__(self, first_step: int, last_step: int, interval: int, enabled: bool) -> None:
+        self.enabled, self.interval, self.last_step = enabled, max(1, interval), last_step
+        self._start, self._first = time.monotonic(), first_step
+        bar = enabled and sys.stdout.isatty()
+        self._bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stdout) if bar else None
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        if not self.enabled:
+            return
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stdout)
+        else:
+            print(text, flush=True)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Report one step."""
+        step = record["step"]
+        if self._bar is not None:
+            self._bar.update(1)
+            loss = record["loss"]
+            self._bar.set_postfix_str(f"loss {loss:.4f} lr {record['learning_rate']:.2e} {record['tokens_per_second']:,.0f} tok/s")
+        if step % self.interval == 0 or step == self.last_step:
+            done = step - self._first
+            left = (time.monotonic() - self._start) / done * (self.last_step - step) if done else None
+            self.say(step_line(record, self.last_step, left))
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

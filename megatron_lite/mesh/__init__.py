@@ -1,1 +1,1 @@
-"""Ranks: where each one stands (``layout``), how it learns that (``local``), and how ranks talk (``mesh``, ``collectives``)."""
+"""Ranks: where each stands (``layout``), how it learns that (``local``), how they talk (``mesh``, ``collectives``)."""

@@ -1,8 +1,8 @@
-"""Talking to other ranks. Nothing outside this file calls a collective of torch.distributed.
+"""Talking to other ranks. Nothing outside this file (and ``queues``) calls a collective of torch.distributed.
 
 An :class:`Axis` is one group of ranks under a name. It counts what it sends (:class:`Traffic`), so that tests and the
 planner can compare bytes with a formula. An axis of one rank does nothing at all, which is what makes a program for
-one process the same program. A :class:`Queue` is one edge of the pipeline in one direction.
+one process the same program. Messages between pipeline stages go through ``queues``.
 
 Every operation gives a :class:`Handle`. Waiting for it *orders the current stream*: on a GPU the host runs on, on a
 CPU it blocks. Operations are started in program order on every member and there are no tags.
@@ -18,7 +18,6 @@ not used.
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,7 +88,9 @@ class Traffic:
 class Axis:
     """One named group of ranks, of which this process is one.
 
-    Tensors are contiguous. A size-1 axis copies inputs to outputs and counts nothing.
+    Tensors are contiguous; inputs are not changed, except by the operations that say "in place". A size-1 axis copies
+    inputs to outputs and counts nothing, and so does every axis with an empty tensor. A shard may lie at its own place
+    in the whole (``t`` of ``all_gather`` inside ``out``, ``out`` of ``reduce_scatter`` inside ``t``).
 
     Attributes:
         name: ``tp``, ``dp_cp``, ``world``, ...
@@ -132,7 +133,7 @@ class Axis:
 
     def all_reduce(self, t: torch.Tensor, op: str = "sum", async_op: bool = False) -> Handle:
         """In place: ``t`` becomes the sum (max, min) over the members."""
-        if self.size == 1:
+        if self.size == 1 or t.numel() == 0:
             return Handle()
         assert t.is_contiguous(), t.shape
         self._count("all_reduce", t)
@@ -142,7 +143,7 @@ class Axis:
     def reduce_scatter(self, out: torch.Tensor, t: torch.Tensor, async_op: bool = False) -> Handle:
         """``out`` = this member's 1/size of the sum of ``t`` ([size * n] or [size * d0, ...], split along dim 0)."""
         self._check(whole=t, part=out)
-        if self.size == 1:
+        if self.size == 1 or t.numel() == 0:
             return _copy(out, t)
         self._count("reduce_scatter", t)
         work = _reduce_scatter_single(out.view(-1), t.view(-1), group=self._group, async_op=async_op)
@@ -155,19 +156,25 @@ class Axis:
         done in ``wait``.
         """
         self._check(whole=t, part=out)
-        if self.size == 1:
+        if self.size == 1 or t.numel() == 0:
             return _copy(out, t)
         self._count("all_to_all", t)
         received = torch.empty_like(t).view(-1)
         work = dist.all_to_all_single(received, t.view(-1), group=self._group, async_op=async_op)
-        handle = Handle([work], (t, received), finish=lambda: sum_in_order(out.view(-1), received.view(self.size, -1)))
+
+        def add() -> None:
+            if received.is_cuda:  # it may be waited for on another stream than the one it was made on
+                received.record_stream(torch.cuda.current_stream())
+            sum_in_order(out.view(-1), received.view(self.size, -1))
+
+        handle = Handle([work], (t, received), finish=add)
         if not async_op:
             handle.wait()
         return handle
 
     def ordered_all_reduce(self, t: torch.Tensor) -> None:
         """In place sum over the members, added in rank order (see ``ordered_reduce_scatter``)."""
-        if self.size == 1:
+        if self.size == 1 or t.numel() == 0:
             return
         n = t.numel()
         if n <= _GATHER_ELEMENTS:
@@ -188,17 +195,17 @@ class Axis:
     def all_gather(self, out: torch.Tensor, t: torch.Tensor, async_op: bool = False) -> Handle:
         """``out`` ([size * n] or [size * d0, ...]) = every member's ``t``, in order of index."""
         self._check(whole=out, part=t)
-        if self.size == 1:
+        if self.size == 1 or t.numel() == 0:
             return _copy(out, t)
         self._count("all_gather", t)
         work = _all_gather_single(out.view(-1), t.view(-1), group=self._group, async_op=async_op)
         return Handle([work], (out, t))
 
     def all_to_all(self, out: torch.Tensor, t: torch.Tensor, async_op: bool = False) -> Handle:
-        """Block i of ``t`` (dim 0 in ``size`` equal blocks) goes to member i; block j of ``out`` comes from member j."""
+        """Block i of ``t`` (dim 0 in ``size`` equal blocks) goes to member i; block j of ``out`` is member j's."""
         assert out.is_contiguous() and t.is_contiguous() and out.numel() == t.numel() and out.dtype == t.dtype
         assert t.numel() % self.size == 0, (t.shape, self.size)
-        if self.size == 1:
+        if self.size == 1 or t.numel() == 0:
             return _copy(out, t)
         self._count("all_to_all", t)
         work = dist.all_to_all_single(out.view(-1), t.view(-1), group=self._group, async_op=async_op)
@@ -206,7 +213,7 @@ class Axis:
 
     def broadcast(self, t: torch.Tensor, src_index: int = 0) -> None:
         """In place: ``t`` becomes the member ``src_index``'s."""
-        if self.size == 1:
+        if self.size == 1 or t.numel() == 0:
             return
         assert t.is_contiguous(), t.shape
         self._count("broadcast", t)
@@ -249,110 +256,6 @@ class Axis:
         assert whole.is_contiguous() and part.is_contiguous(), f"{self}: tensors must be contiguous"
         assert whole.dtype == part.dtype, f"{self}: {whole.dtype} and {part.dtype}"
         assert whole.numel() == self.size * part.numel(), f"{self}: {tuple(whole.shape)} and {tuple(part.shape)}"
-
-
-class Queue:
-    """One edge of the pipeline in one direction: messages arrive in the order they were sent.
-
-    A queue has a communicator of two ranks of its own, so that it waits for nothing but its own earlier messages and
-    its partner. A sent tensor is kept alive until it is known to have gone: when its handle was waited for, or, where
-    the back end can tell without blocking (NCCL), at a later ``send``. Do not write to it before that.
-
-    Args:
-        name: ``forward`` or ``backward``: the axis that its traffic is counted under.
-        group: process group of the two ranks.
-        peer: the other rank.
-        sends: whether this rank is the sending end.
-        numbered: every message is preceded by its number, checked on arrival (tests).
-    """
-
-    def __init__(self, name: str, group: Any, peer: int, *, sends: bool, traffic: Traffic, numbered: bool = False):
-        self.name = name
-        self.peer = peer
-        self.sends = sends
-        self.traffic = traffic
-        self.numbered = numbered
-        self._group = group
-        self._count = 0
-        self._pending: deque[tuple[Any, torch.Tensor]] = deque()
-
-    def send(self, t: torch.Tensor, label: int = 0) -> Handle:
-        """Start to send ``t`` (any shape, contiguous). ``label`` (a microbatch) is checked where messages are numbered."""
-        assert self.sends, f"this {self.name} queue is the receiving end"
-        assert t.is_contiguous(), t.shape
-        self._drop_sent()
-        self.traffic.add(self.name, "send", t.numel() * t.element_size())
-        works = []
-        if self.numbered:
-            header = torch.tensor([self._count, label, t.numel()], dtype=torch.int64, device=t.device)
-            works.append(self._isend(header))
-        self._count += 1
-        works.append(self._isend(t))
-        return Handle(works)
-
-    def recv(self, t: torch.Tensor, label: int = 0) -> Handle:
-        """Start to receive the next message into ``t`` (same number of elements and dtype as was sent)."""
-        assert not self.sends, f"this {self.name} queue is the sending end"
-        assert t.is_contiguous(), t.shape
-        self.traffic.add(self.name, "recv", t.numel() * t.element_size())
-        works, finish = [], None
-        if self.numbered:
-            header = torch.empty(3, dtype=torch.int64, device=t.device)
-            works.append(dist.irecv(header, src=self.peer, group=self._group))
-            expected = [self._count, label, t.numel()]
-            finish = lambda: self._compare(header, expected)  # noqa: E731
-        self._count += 1
-        works.append(dist.irecv(t, src=self.peer, group=self._group))
-        return Handle(works, (t,), finish)
-
-    def flush(self) -> None:
-        """Wait for everything sent."""
-        while self._pending:
-            self._pending.popleft()[0].wait()
-
-    @property
-    def unsent(self) -> int:
-        """Messages that are still kept alive (headers of numbered messages included)."""
-        self._drop_sent()
-        return len(self._pending)
-
-    def _isend(self, t: torch.Tensor) -> Any:
-        work = _SentOnce(dist.isend(t, dst=self.peer, group=self._group))
-        self._pending.append((work, t))
-        return work
-
-    def _drop_sent(self) -> None:
-        while self._pending and self._pending[0][0].is_completed():
-            self._pending.popleft()
-
-    def _compare(self, header: torch.Tensor, expected: list[int]) -> None:
-        if header.is_meta:
-            return
-        got = header.tolist()
-        assert got == expected, (
-            f"{self.name} queue from rank {self.peer}: message (number, label, elements) {got}, expected {expected}"
-        )
-
-
-class _SentOnce:
-    """A send's work that remembers having been waited for (gloo's works do not tell by themselves).
-
-    After ``wait`` the tensor may go: the host, or on a GPU the stream that would reuse its memory, is behind the send.
-    """
-
-    __slots__ = ("_work", "done")
-
-    def __init__(self, work: Any):
-        self._work = work
-        self.done = False
-
-    def wait(self) -> None:
-        if not self.done:
-            self._work.wait()
-            self.done = True
-
-    def is_completed(self) -> bool:
-        return self.done or self._work.is_completed()
 
 
 def sum_in_order(out: torch.Tensor, parts: torch.Tensor) -> None:

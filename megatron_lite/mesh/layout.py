@@ -14,7 +14,7 @@ When a model has fewer key/value heads than tp ranks, tp splits into ``kv_shard`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_lite.config.problem import ConfigError, Problem, either, nearest_multiples
@@ -85,7 +85,7 @@ class Layout:
         )
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
-    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+    def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that share every coordinate of ``rank`` except those of ``axes``, in rank order."""
         free = _checked(axes)
         ranks = [rank - self._offset(rank, free)]
@@ -110,7 +110,7 @@ class Layout:
     def kv_replica_groups(self, kv_heads: int) -> list[tuple[int, ...]]:
         """Groups of neighbouring tp ranks that hold the same key/value head (each of one rank if kv_heads >= tp)."""
         n = self.kv_replicas(kv_heads)
-        assert self.tp % n == 0, (self.tp, kv_heads)
+        assert n == 1 or self.tp % kv_heads == 0, (self.tp, kv_heads)
         return [tuple(range(first, first + n)) for first in range(0, self.world_size, n)]
 
     def stage_groups(self, stages: Sequence[int]) -> list[tuple[int, ...]]:
@@ -135,7 +135,7 @@ class Layout:
         return offset
 
 
-def _checked(axes: Sequence[str]) -> frozenset[str]:
+def _checked(axes: Iterable[str]) -> frozenset[str]:
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     assert len(set(names)) == len(names) and set(names) <= set(AXES), f"axes are a choice of {AXES}, not {axes}"
     return frozenset(names)

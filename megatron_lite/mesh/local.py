@@ -13,13 +13,14 @@ from __future__ import annotations
 import ctypes
 import datetime
 import os
-import re
 import signal
 import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from megatron_lite.mesh.slurm import check_torchrun_inside_slurm, first_host, number, srun_numbers
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -62,10 +63,10 @@ def rank_info(env: Mapping[str, str]) -> RankInfo:
     if torchrun:
         info = _from_torchrun(env)
         if srun:
-            _check_slurm_agrees(env, info)
+            check_torchrun_inside_slurm(env, info.rank, info.world_size, info.local_world_size)
         return info
     if srun:
-        return _from_srun(env)
+        return RankInfo(*srun_numbers(env), env.get("SLURMD_NODENAME") or socket.gethostname(), "srun")
     return RankInfo(0, 1, 0, 1, socket.gethostname(), "plain")
 
 
@@ -77,10 +78,10 @@ def _from_torchrun(env: Mapping[str, str]) -> RankInfo:
             f"{' and '.join(missing)} not set, though {there}: a launcher sets all of {', '.join(_TORCHRUN)}. "
             "Start with torchrun or srun, or unset them all to run one process"
         )
-    world = _number(env, "WORLD_SIZE", at_least=1)
-    rank = _number(env, "RANK", below=("WORLD_SIZE", world))
-    local_world = _number(env, "LOCAL_WORLD_SIZE", at_least=1)
-    local_rank = _number(env, "LOCAL_RANK", below=("LOCAL_WORLD_SIZE", local_world))
+    world = number(env, "WORLD_SIZE", at_least=1)
+    rank = number(env, "RANK", below=("WORLD_SIZE", world))
+    local_world = number(env, "LOCAL_WORLD_SIZE", at_least=1)
+    local_rank = number(env, "LOCAL_RANK", below=("LOCAL_WORLD_SIZE", local_world))
     if local_world > world:
         raise ValueError(
             f"LOCAL_WORLD_SIZE={local_world} is more than WORLD_SIZE={world}: a host has no more ranks than the job"
@@ -88,112 +89,6 @@ def _from_torchrun(env: Mapping[str, str]) -> RankInfo:
     if local_rank > rank:
         raise ValueError(f"LOCAL_RANK={local_rank} is more than RANK={rank}: the ranks of a host are numbered in order")
     return RankInfo(rank, world, local_rank, local_world, socket.gethostname(), "torchrun")
-
-
-def _from_srun(env: Mapping[str, str]) -> RankInfo:
-    for name in ("SLURM_NTASKS", "SLURM_LOCALID"):
-        if name not in env:
-            raise ValueError(
-                f"{name} not set, though SLURM_PROCID={env['SLURM_PROCID']!r}: srun sets both. Start with srun or torchrun"
-            )
-    world = _number(env, "SLURM_NTASKS", at_least=1)
-    rank = _number(env, "SLURM_PROCID", below=("SLURM_NTASKS", world))
-    local_rank = _number(env, "SLURM_LOCALID", below=("SLURM_NTASKS", world))
-    local_world = _slurm_local_world(env, world)
-    if local_rank >= local_world:
-        raise ValueError(
-            f"SLURM_LOCALID={local_rank} is not below the {local_world} tasks of this host ({_slurm_tasks_text(env)})"
-        )
-    return RankInfo(rank, world, local_rank, local_world, env.get("SLURMD_NODENAME") or socket.gethostname(), "srun")
-
-
-def _check_slurm_agrees(env: Mapping[str, str], info: RankInfo) -> None:
-    """torchrun's variables inside Slurm: legal are one torchrun on a node of each task, one inside a batch script, and
-    tasks that export their own numbers as RANK and WORLD_SIZE. Anything else starts several jobs that each have a rank 0.
-    """
-    task = _number(env, "SLURM_PROCID")
-    tasks = _number(env, "SLURM_NTASKS", at_least=1) if "SLURM_NTASKS" in env else 1
-    if (task, tasks) == (info.rank, info.world_size):
-        return  # the task's own numbers
-    if tasks * info.local_world_size == info.world_size and task < tasks:
-        return  # srun starts one torchrun on each node
-    in_step = "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
-    if not in_step and task == 0 and "TORCHELASTIC_RUN_ID" in env:
-        return  # torchrun in a batch script: that script is task 0
-    raise ValueError(
-        f"RANK={info.rank} of WORLD_SIZE={info.world_size} (LOCAL_WORLD_SIZE={info.local_world_size}) does not fit "
-        f"SLURM_PROCID={task} of SLURM_NTASKS={tasks}: {tasks} tasks that each take these numbers would be several jobs. "
-        "Use srun alone (unset RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE), or srun with one torchrun on a node "
-        "(--ntasks-per-node=1, --nnodes equal to the number of tasks)"
-    )
-
-
-def _number(env: Mapping[str, str], name: str, at_least: int = 0, below: tuple[str, int] | None = None) -> int:
-    text = env[name]
-    if not re.fullmatch(r"[0-9]+", text):
-        raise ValueError(f"{name}={text!r} is not a whole number of {at_least} or more")
-    value = int(text)
-    if value < at_least:
-        raise ValueError(f"{name}={value} must be {at_least} or more")
-    if below is not None and value >= below[1]:
-        raise ValueError(f"{name}={value} is not below {below[0]}={below[1]}: ranks are 0 to {below[1] - 1}")
-    return value
-
-
-# ---- Slurm's texts
-
-
-def _slurm_tasks_text(env: Mapping[str, str]) -> str:
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
-        if env.get(name):
-            return f"{name}={env[name]}"
-    return "no SLURM_STEP_TASKS_PER_NODE"
-
-
-def _slurm_local_world(env: Mapping[str, str], world: int) -> int:
-    """Tasks on this host: from ``4(x2),3`` and the number of the node, or the same for all."""
-    name, _, text = _slurm_tasks_text(env).partition("=")
-    if not text:
-        nodes = int(env["SLURM_NNODES"]) if env.get("SLURM_NNODES", "").isdigit() else 1
-        if nodes < 1 or world % nodes:
-            raise ValueError(
-                f"SLURM_STEP_TASKS_PER_NODE not set, and SLURM_NTASKS={world} is not the same on SLURM_NNODES={nodes} nodes"
-            )
-        return world // nodes
-    counts = []
-    for part in text.split(","):
-        found = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part.strip())
-        if not found:
-            raise ValueError(f"{name}={text!r} is not a list like 4(x2),3")
-        counts += [int(found[1])] * int(found[2] or 1)
-    if len(counts) == 1:
-        return min(counts[0], world)
-    if "SLURM_NODEID" not in env:
-        raise ValueError(f"SLURM_NODEID not set, though {name}={text!r} has {len(counts)} nodes")
-    return counts[_number(env, "SLURM_NODEID", below=(f"the nodes of {name}", len(counts)))]
-
-
-def first_host(node_list: str) -> str:
-    """First host of a Slurm node list: ``node[007-009,12],login`` is ``node007``; ``r[1-2]n[3,5]`` is ``r1n3``.
-
-    Raises:
-        ValueError: if the brackets do not match or a list is empty.
-    """
-    host, rest = "", node_list.strip()
-    while rest and rest[0] != ",":
-        if rest[0] == "[":
-            inside, closed, rest = rest[1:].partition("]")
-            number = re.match(r"[0-9]+", inside)
-            if not closed or not number:
-                raise ValueError(f"cannot read the node list {node_list!r}: expected something like node[001-004,007]")
-            host += number[0]
-        elif rest[0] == "]":
-            raise ValueError(f"cannot read the node list {node_list!r}: ']' without '['")
-        else:
-            host, rest = host + rest[0], rest[1:]
-    if not host:
-        raise ValueError(f"cannot read the node list {node_list!r}: it names no host")
-    return host
 
 
 def meeting_point(info: RankInfo, env: Mapping[str, str]) -> tuple[str, int]:
@@ -216,13 +111,13 @@ def meeting_point(info: RankInfo, env: Mapping[str, str]) -> tuple[str, int]:
             f"MASTER_ADDR={env.get('MASTER_ADDR')!r}: {info.world_size} ranks need the host of rank 0; torchrun sets it"
         )
     if "MASTER_PORT" in env:
-        port = _number(env, "MASTER_PORT", at_least=1)
+        port = number(env, "MASTER_PORT", at_least=1)
         if port > 65535:
             raise ValueError(f"MASTER_PORT={port} is not a port: 1 to 65535")
         return address, port
     if info.launcher != "srun":
         raise ValueError("MASTER_PORT not set: the ranks need it to find rank 0; torchrun sets it")
-    job = _number(env, "SLURM_JOB_ID") if "SLURM_JOB_ID" in env else 0
+    job = number(env, "SLURM_JOB_ID") if "SLURM_JOB_ID" in env else 0
     return address, _FIRST_PORT + job % _PORTS
 
 
@@ -259,8 +154,8 @@ def start(
         count = torch.cuda.device_count()
         if info.local_rank >= count:
             raise ValueError(
-                f"local rank {info.local_rank} of {info.local_world_size} on {info.host} has no GPU: {count} are visible. "
-                "Start no more ranks than GPUs on a host, or use --distributed-backend gloo"
+                f"local rank {info.local_rank} of {info.local_world_size} on {info.host} has no GPU: {count} are "
+                "visible. Start no more ranks than GPUs on a host, or use --distributed-backend gloo"
             )
         device = torch.device("cuda", info.local_rank)
         torch.cuda.set_device(device)
@@ -282,16 +177,17 @@ def _meet(info: RankInfo, timeout: datetime.timedelta, env: Mapping[str, str]) -
     try:
         store, _, _ = next(rendezvous(f"tcp://{host}:{port}", info.rank, info.world_size, timeout=timeout))
     except (dist.DistError, RuntimeError, OSError) as error:
-        text = str(error)
+        text = str(error) or type(error).__name__
         if "EADDRINUSE" in text or "address already in use" in text.lower():
             raise ValueError(
-                f"port {port} on {address} is in use (rank {info.rank} on {info.host} cannot listen there): another job or an "
-                "earlier one of yours is still running. End it, or choose another port (MASTER_PORT, torchrun --master-port)"
+                f"MASTER_PORT={port} on {address} is in use (rank {info.rank} on {info.host} cannot listen there): "
+                "another job, or an earlier one of yours, is still running. End it, or choose another port "
+                "(MASTER_PORT, torchrun --master-port)"
             ) from error
         raise ValueError(
             f"rank {info.rank} of {info.world_size} on {info.host} found nobody at {address}:{port} within "
-            f"{timeout.total_seconds() / 60:g} minutes: {text.splitlines()[0] if text else type(error).__name__}. Check that "
-            f"all {info.world_size} ranks were started, that the host name resolves and that no firewall is between"
+            f"{timeout.total_seconds() / 60:g} minutes: {text.splitlines()[0]}. Check "
+            f"that all {info.world_size} ranks were started, that the name resolves and that no firewall is between"
         ) from error
     store.set_timeout(timeout)
     return store

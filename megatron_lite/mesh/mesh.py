@@ -1,12 +1,14 @@
 """The groups of ranks that a layout needs, opened once.
 
 ``ProcessMesh.open`` makes communicators only for groups of more than one rank, and one for each *set* of groups: where
-two axes have the same members (``dp`` and ``dp_cp`` without context parallelism, ``world`` and anything that spans the
-job) they share one. On NCCL a set of groups comes from one split of the bound default communicator; elsewhere
-each group is opened by ``new_group``, which only its members connect. (torch's ``DeviceMesh`` does these two calls
-too. We make them ourselves since it also opens groups of one rank, composes axes through a private method only, and has no
-place for the overlapping pairs of a pipeline.) The job's default group is the ``world`` axis; no second world-wide group
-is opened, in particular no gloo group beside NCCL.
+two axes have the same members (``dp`` and ``dp_cp`` without context parallelism) they share one, and the job's default
+group is the ``world`` axis and any other that spans the job. No second world-wide group is opened, in particular no
+gloo group beside NCCL.
+
+On NCCL a set of groups comes from one split of the bound default communicator; elsewhere each group is opened by
+``new_group``, which only its members connect. torch's ``DeviceMesh`` makes the same two calls. We make them ourselves
+because it also opens groups of one rank, composes axes through a private method only, and has no place for the
+overlapping pairs of a pipeline.
 
 Pipeline queues are communicators of two ranks, one for each edge and direction, all opened and used once at
 start, so that no communicator is set up lazily in the middle of a schedule, where it could wait for a peer that waits.
@@ -26,8 +28,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.config.problem import ConfigError
-from megatron_lite.mesh.collectives import Axis, Queue, Traffic
+from megatron_lite.mesh.collectives import Axis, Traffic
 from megatron_lite.mesh.layout import Layout, layout_problems
+from megatron_lite.mesh.queues import Queue
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -68,6 +71,7 @@ class ProcessMesh:
         self._axes: dict[str, Axis] = {}
         self._queues: dict[tuple[int, int, str], Queue] = {}
         self._opened: dict[Groups, Any] = {}  # partition -> this rank's group (None: it is in none)
+        self._queue_groups: list[Any] = []
         self._owns_default = False
 
     @classmethod
@@ -90,7 +94,7 @@ class ProcessMesh:
             device: default: ``meta`` for fake, the current GPU for nccl (and, where there is one, for back ends we
                 do not know), else the CPU.
             kv_heads: key/value heads of the model, for the ``kv_replica`` axis.
-            timeout: of the collectives; None: that of the default group.
+            timeout: of the collectives of the groups opened here; None: torch's default for the back end.
             rank: which rank to be, on the fake back end only (elsewhere the default group tells).
             numbered: queues number their messages and check them on arrival (tests).
 
@@ -111,7 +115,6 @@ class ProcessMesh:
         mesh._owns_default = opened_default
         mesh._open_axes(kv_heads)
         mesh._open_queues(numbered)
-        mesh._warm()
         return mesh
 
     def axis(self, name: str) -> Axis:
@@ -139,23 +142,18 @@ class ProcessMesh:
 
         Collective: every rank of the job calls it, in the same order. A rank on another stage gets a single axis.
         """
-        unique = tuple(sorted(set(stages)))
-        mine = self.coords.pp in unique
-        return (
-            self._make("tie", tuple(self.layout.stage_groups(unique)))
-            if mine or len(unique) > 1
-            else self._single("tie")
-        )
+        return self._make("tie", tuple(self.layout.stage_groups(sorted(set(stages)))))
 
     def close(self) -> None:
         """Let go of every group that this mesh opened."""
         for queue in self._queues.values():
             queue.flush()
         default = dist.group.WORLD if dist.is_initialized() else None
-        for group in self._opened.values():
+        for group in (*self._opened.values(), *self._queue_groups):
             if group is not None and group is not default:
                 dist.destroy_process_group(group)
         self._opened.clear()
+        self._queue_groups.clear()
         self._queues.clear()
         self._axes.clear()
         if self._owns_default and dist.is_initialized():
@@ -177,39 +175,31 @@ class ProcessMesh:
         self._axes["kv_replica"] = self._make("kv_replica", tuple(replicas))
 
     def _make(self, name: str, groups: Groups) -> Axis:
-        """The axis of this rank among these groups, opening them if they are not open yet."""
+        """The axis of this rank among these disjoint groups, opened and used once if that is not done yet."""
         if all(len(g) == 1 for g in groups):
             return self._single(name)
-        group = self._group(groups, name)
-        ranks = next((g for g in groups if self.rank in g), None)
-        if ranks is None or len(ranks) == 1:
+        is_new = groups not in self._opened
+        if is_new:
+            whole = len(groups) == 1 and len(groups[0]) == self.layout.world_size
+            self._opened[groups] = dist.group.WORLD if whole else self._open_group(groups, name)
+        ranks = next((g for g in groups if self.rank in g), (self.rank,))
+        if len(ranks) == 1:
             return self._single(name)
-        return Axis(
-            name,
-            ranks,
-            ranks.index(self.rank),
-            group,
-            traffic=self.traffic,
-            device=self._own_device(),
-            imaginary=self.backend == "fake",
-        )
+        group, index, imaginary = self._opened[groups], ranks.index(self.rank), self.backend == "fake"
+        # Small tensors of the axis' own are read back: on the CPU where there is no device.
+        own = torch.device("cpu") if self.device.type == "meta" else self.device
+        if is_new:
+            warming = Axis(name, ranks, index, group, device=own, imaginary=imaginary)  # counts for itself
+            warming.all_reduce(torch.zeros(1, device=own))
+        return Axis(name, ranks, index, group, traffic=self.traffic, device=own, imaginary=imaginary)
 
     def _single(self, name: str) -> Axis:
         return Axis.single(name, self.rank, self.traffic)
 
-    def _own_device(self) -> torch.device:
-        """Where axes make small tensors of their own (a meta tensor could not be read back)."""
-        return torch.device("cpu") if self.device.type == "meta" else self.device
-
-    def _group(self, groups: Groups, name: str) -> Any:
-        if groups not in self._opened:
-            whole = len(groups) == 1 and len(groups[0]) == self.layout.world_size
-            self._opened[groups] = dist.group.WORLD if whole else self._open_group(groups, name)
-        return self._opened[groups]
-
     def _open_group(self, groups: Groups, name: str) -> Any:
         """This rank's group among disjoint ``groups``; collective over the job. None if it is in none of them."""
         default = dist.group.WORLD
+        assert default is not None
         device = default.bound_device_id
         if device is not None and default._get_backend(device).supports_splitting:
             return dist.split_group(default, [list(g) for g in groups], timeout=self._timeout, group_desc=name)
@@ -236,33 +226,20 @@ class ProcessMesh:
                     self._open_pairs(pairs, kind, numbered)
 
     def _open_pairs(self, pairs: list[tuple[int, int]], kind: str, numbered: bool) -> None:
+        """Open and use once the queues of these (source, destination) pairs, of which this rank is in one at most."""
         groups = tuple(g for pair in pairs for g in self.layout.stage_groups(pair))
         group = self._open_group(groups, f"queue_{kind}")
-        # A key of its own for each set: two queues never share a communicator.
-        self._opened[((len(self._opened),), *groups)] = group
+        self._queue_groups.append(group)  # never shared, not even by two queues between the same ranks
         for src, dst in pairs:
             if self.coords.pp not in (src, dst):
                 continue
             sends = self.coords.pp == src
-            other = dst if sends else src
             c = self.coords
-            peer = self.layout.rank(c.tp, c.cp, c.dp, other)
-            self._queues[src, dst, kind] = Queue(
-                kind, group, peer, sends=sends, traffic=self.traffic, numbered=numbered
-            )
-
-    def _warm(self) -> None:
-        """Use every communicator once: back ends that connect lazily do it here, in an order that cannot deadlock."""
-        if self.backend == "fake" or self.layout.world_size == 1:
-            return
-        done = set()
-        for axis in self._axes.values():
-            if axis.size > 1 and axis.ranks not in done:
-                done.add(axis.ranks)
-                axis.all_reduce(torch.zeros(1, device=self.device))
-        token = torch.zeros(1, device=self.device)
-        for queue in self._queues.values():
-            (queue.send if queue.sends else queue.recv)(token).wait()
+            peer = self.layout.rank(c.tp, c.cp, c.dp, dst if sends else src)
+            queue = Queue(kind, group, peer, sends=sends, traffic=self.traffic, numbered=numbered)
+            token = torch.zeros(1, device=self.device)
+            (queue.send if sends else queue.recv)(token).wait()
+            self._queues[src, dst, kind] = queue
         self.traffic.reset()
 
 

@@ -33,7 +33,7 @@ def is_local(address: Any) -> bool:
 
 
 def refuse_network() -> None:
-    """From now on, connecting (or sending) to another machine raises :class:`NetworkRefused`. Calling twice is harmless."""
+    """From now on, connecting or sending to another machine raises :class:`NetworkRefused` (also if called twice)."""
     if getattr(socket.socket.connect, "refuses_network", False):
         return
     for name in ("connect", "connect_ex", "sendto"):

@@ -2,9 +2,9 @@
 
 Importing torch takes seconds, so processes are spawned when first needed and then kept for the whole test run.
 ``run_ranks(n, function, *args)`` gives the function to ranks 0..n-1, each with a fresh default group of n over a
-file (no port is taken), one thread and a fixed torch seed, and returns what each returned. If a rank raises, the test fails
-with the first traceback; if one hangs, the error shows where every rank stands, the pool is killed and the next job starts
-a new one.
+file (no port is taken), one thread and a fixed torch seed, and returns what each returned. If a rank raises, the test
+fails with the first traceback and the values at its last line; if one hangs, the error shows where every rank stands,
+the pool is killed and the next job starts a new one.
 
 Functions and arguments reach the ranks through multiprocessing's pipes: the function is found by its module and
 name, so it is defined at the top level of its file.
@@ -20,6 +20,7 @@ import gc
 import multiprocessing
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -102,25 +103,19 @@ class RankPool:
 
     def close(self) -> None:
         """End every rank."""
+        for process, _ in self._ranks:
+            process.kill()  # they hold nothing that must be put away
         for process, connection in self._ranks:
-            connection.close()  # an idle rank leaves at the end of its pipe
-            process.join(0.5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join()
+            connection.close()
         self._ranks.clear()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
-    def _kill(self) -> None:
-        for process, _ in self._ranks:
-            process.kill()
-        self.close()
-
     def _grow(self, n: int) -> None:
         if any(not process.is_alive() for process, _ in self._ranks):
-            self._kill()
+            self.close()
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         started = []
@@ -132,15 +127,15 @@ class RankPool:
             self._ranks.append((process, ours))
             started.append(ours)
         for connection in started:  # import torch in all of them at once, outside of any job's time
-            if not connection.poll(120):
-                self._kill()
-                raise RankHang("a rank did not start within 120 s")
+            if not connection.poll(180):
+                self.close()
+                raise RankHang("a rank did not start within 180 s")
             connection.recv()
 
     def _collect(self, n: int, name: str, job: Path, timeout: float) -> list[Any]:
         results: list[Any] = [None] * n
         failures: list[tuple[float, int, str]] = []
-        open_ = {self._ranks[r][1]: r for r in range(n)}
+        open_: dict[Any, int] = {self._ranks[r][1]: r for r in range(n)}
         deadline = time.monotonic() + timeout
         while open_:
             left = deadline - time.monotonic()
@@ -148,6 +143,7 @@ class RankPool:
             if not ready:
                 break
             for connection in ready:
+                assert isinstance(connection, Connection)
                 rank = open_.pop(connection)
                 try:
                     ok, when, value = connection.recv()
@@ -158,18 +154,18 @@ class RankPool:
                 if ok:
                     results[rank] = value
                 else:
-                    failures.append((when, rank, value))
+                    failures.append((float(when), rank, str(value)))
                     deadline = min(deadline, time.monotonic() + _GRACE)
         if open_:
             stuck = sorted(open_.values())
             where = self._where(stuck, job) if not failures else ""
-            self._kill()
+            self.close()
             if not failures:
                 raise RankHang(f"{name}: rank {', '.join(map(str, stuck))} of {n} not done after {timeout:g} s{where}")
         if failures:
             failures.sort()
             _, rank, text = failures[0]
-            others = "".join(f"\n(then rank {r}: {t.strip().splitlines()[-1]})" for _, r, t in failures[1:])
+            others = "".join(f"\n(then rank {r}: {_last_line(t)})" for _, r, t in failures[1:])
             raise RankFailed(f"{name}: rank {rank} of {n} failed:\n{text}{others}")
         return results
 
@@ -184,7 +180,8 @@ class RankPool:
 
 def _serve(connection: Connection, parent: int) -> None:
     """A rank: take jobs until the pipe closes."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    names = [name for _, name in socket.if_nameindex()]
+    os.environ["GLOO_SOCKET_IFNAME"] = next((n for n in ("lo", "lo0") if n in names), names[0])
     import torch
     import torch.distributed  # noqa: F401
 
@@ -239,8 +236,8 @@ def _work(
                 timeout=datetime.timedelta(seconds=timeout + 30),
             )
             return True, time.time(), function(*args)
-        except BaseException:
-            return False, time.time(), traceback.format_exc()
+        except BaseException as error:
+            return False, time.time(), _story(error)
         finally:
             faulthandler.cancel_dump_traceback_later()
             with contextlib.suppress(Exception):
@@ -249,3 +246,23 @@ def _work(
             torch.set_num_threads(1)
             torch.set_default_dtype(torch.float32)
             torch.use_deterministic_algorithms(False)
+
+
+def _last_line(text: str) -> str:
+    """The line of a story that says what was raised."""
+    return text.split("\nvalues at the last line:")[0].strip().splitlines()[-1]
+
+
+def _story(error: BaseException) -> str:
+    """Traceback and the values at its last line (assertions of a rank are not rewritten by pytest)."""
+    text = traceback.format_exc()
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    if frame is None:
+        return text
+    values = []
+    for name, value in frame.tb_frame.f_locals.items():
+        with contextlib.suppress(Exception):
+            values.append(f"    {name} = {repr(value)[:300]}")
+    return "\n".join([text.rstrip(), "values at the last line:", *values[:30]])

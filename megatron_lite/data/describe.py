@@ -1,0 +1,72 @@
+"""What a dataset holds, for people and for ``megatron-lite`` commands that print it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.data.indexed import IndexedDataset, pieces
+
+
+def describe(prefix: str | Path, *, first: int = 3, ids: int = 16, checksums: bool = False) -> dict[str, Any]:
+    """Open a dataset, pass over its index and say what it holds.
+
+    Args:
+        first: how many documents to show.
+        ids: how many ids of each.
+        checksums: also read ``.bin`` and compare the checksums of ``.meta.json``.
+
+    Returns:
+        A dictionary that JSON can hold: ``prefix, dtype, documents, sequences, tokens, bytes, empty_documents, shortest,
+        longest, mean``, ``lengths`` (documents per range of lengths, e.g. ``{"1": 2, "2-3": 10, "4-7": 40}``),
+        ``first_documents`` (their lengths and first ids), ``meta`` (what ``.meta.json`` says, or None), ``problems``.
+    """
+    with contextlib.closing(IndexedDataset(prefix)) as dataset:
+        problems = dataset.problems(checksums)
+        counts = np.zeros(65, dtype=np.int64)
+        shortest, longest = None, 0
+        for start, borders in pieces(dataset.documents[:-1]):
+            lengths = _document_lengths(dataset, start, len(borders))
+            bits = np.frexp(lengths.astype(np.float64))[1]  # 0 for 0, else k with 2^(k-1) <= length < 2^k
+            counts += np.bincount(bits, minlength=65)
+            shortest = int(lengths.min()) if shortest is None else min(shortest, int(lengths.min()))
+            longest = max(longest, int(lengths.max()))
+        return {
+            "prefix": dataset.prefix,
+            "dtype": dataset.dtype.name,
+            "documents": dataset.num_documents,
+            "sequences": dataset.num_sequences,
+            "tokens": dataset.num_tokens,
+            "bytes": dataset.num_tokens * dataset.dtype.itemsize,
+            "empty_documents": int(counts[0]),
+            "shortest": shortest or 0,
+            "longest": longest,
+            "mean": dataset.num_tokens / max(1, dataset.num_documents),
+            "lengths": {_range(k): int(counts[k]) for k in np.flatnonzero(counts).tolist()},
+            "first_documents": [_document(dataset, d, ids) for d in range(min(first, dataset.num_documents))],
+            "meta": vars(dataset.meta).copy() if dataset.meta is not None else None,
+            "problems": problems,
+        }
+
+
+def _document_lengths(dataset: IndexedDataset, start: int, count: int) -> np.ndarray:
+    """Tokens of documents [start, start + count), int64."""
+    borders = dataset.documents[start : start + count + 1]
+    inside = borders < dataset.num_sequences
+    positions = np.full(count + 1, dataset.num_tokens, dtype=np.int64)
+    positions[inside] = dataset.pointers[borders[inside]] // dataset.dtype.itemsize
+    return np.diff(positions)
+
+
+def _document(dataset: IndexedDataset, index: int, ids: int) -> dict[str, Any]:
+    start, stop = (dataset.start_of(int(dataset.documents[i])) for i in (index, index + 1))
+    return {"tokens": stop - start, "ids": dataset.read(start, min(stop, start + ids)).tolist()}
+
+
+def _range(k: int) -> str:
+    if k < 2:
+        return str(k)
+    return f"{1 << (k - 1)}-{(1 << k) - 1}"

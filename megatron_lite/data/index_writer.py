@@ -1,0 +1,314 @@
+"""Writing an indexed dataset: streamed, and published in one step.
+
+Lengths and document borders go to disk as they come, so memory does not grow with the corpus; pointers are computed
+from the lengths at the end, so there is one source of truth for them. Everything is written under temporary names in
+the destination's directory, flushed to the disk and renamed, ``.idx`` last: a pair under its final names is complete,
+and a killed run leaves nothing that opens. The temporary names are fixed and locked: a second run takes over what
+a killed one left, and two runs cannot write the same prefix at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_lite.data.index_format import (
+    LENGTH,
+    POINTER,
+    DatasetMeta,
+    IndexHeader,
+    choose_dtype,
+    dtype_code,
+    prefix_paths,
+)
+from megatron_lite.data.locked_file import LockedFile, sync_directory
+
+_CHUNK = 1 << 16  # lengths or borders in memory at a time
+_BLOCK = 1 << 20  # bytes of tokens in memory at a time
+
+
+class IndexedWriter:
+    """Writes ``PREFIX.bin``, ``PREFIX.idx`` and ``PREFIX.meta.json``.
+
+    Use it in a ``with`` block: the end of the block publishes the files (:meth:`finish`), an exception inside removes
+    everything (:meth:`abort`).
+
+    Args:
+        prefix: path without suffix; its directory must exist.
+        dtype: of the stored ids. Default: :func:`choose_dtype` of ``vocab_size``.
+        vocab_size: true vocabulary size; ids at or above it are refused.
+        eod_id: the id that the caller appends to every document, recorded only.
+        tokenizer: fingerprint of the tokenizer, recorded only.
+        overwrite: replace files that are there.
+
+    Raises:
+        FileExistsError: the files are there, or another process is writing them.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        dtype: np.dtype | type | str | None = None,
+        vocab_size: int | None = None,
+        eod_id: int | None = None,
+        tokenizer: str | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        self.prefix = str(prefix)
+        self.dtype = choose_dtype(vocab_size) if dtype is None else np.dtype(dtype).newbyteorder("<")
+        dtype_code(self.dtype)
+        self.vocab_size, self.eod_id, self.tokenizer, self.overwrite = vocab_size, eod_id, tokenizer, overwrite
+        self.sequences = self.documents = self.tokens = 0
+        self._largest = -1
+        self._limit = _id_limit(self.dtype, vocab_size)
+        self._paths = prefix_paths(prefix)
+        if not self._paths[0].parent.is_dir():
+            raise FileNotFoundError(f"{self._paths[0].parent}: no such directory (for {self.prefix}.bin)")
+        self._refuse_existing()
+        self._open = False
+        self._bin, self._idx, self._borders = (
+            LockedFile(self.prefix + suffix) for suffix in (".bin", ".idx", ".borders")
+        )
+        self._files: tuple[LockedFile, ...] = (self._bin, self._idx, self._borders)
+        try:
+            self._bin.open()  # its lock is the lock of the prefix
+            self._idx.open()
+            self._borders.open()
+        except BaseException:
+            self._remove()
+            raise
+        self._open = True
+        self._sha = hashlib.sha256()
+        self._block = bytearray()
+        self._lengths: list[int] = []
+        self._ends: list[int] = []
+        self._idx.write(bytes(IndexHeader(self.dtype, 0, 0).lengths_at))  # the header comes last
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._open:
+            self.finish()
+        else:
+            self.abort()
+
+    def add_document(self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | None = None) -> None:
+        """Append a document.
+
+        Args:
+            tokens: ids of the whole document.
+            lengths: tokens of each of its sequences (sentences); default: the document is one sequence.
+
+        Raises:
+            ValueError: the lengths do not sum to the number of tokens, or an id does not fit.
+        """
+        array = np.asarray(tokens)
+        lengths = [array.size] if lengths is None else [int(length) for length in lengths]
+        if sum(lengths) != array.size or min(lengths, default=0) < 0:
+            raise ValueError(
+                f"document {self.documents}: the lengths of its {len(lengths)} sequences sum to {sum(lengths)}, "
+                f"but it has {array.size} tokens"
+            )
+        if max(lengths, default=0) > np.iinfo(LENGTH).max:
+            raise ValueError(
+                f"document {self.documents}: {max(lengths)} tokens are more than a sequence can have, 2^31 - 1"
+            )
+        self._append_tokens(self._checked(array))
+        self._append_lengths(lengths)
+        self._append_ends([self.sequences])
+
+    def add_dataset(self, prefix: str | Path) -> None:
+        """Append every document of another dataset of the same dtype, in pieces."""
+        from megatron_lite.data.indexed import IndexedDataset
+
+        with contextlib.closing(IndexedDataset(prefix)) as other:
+            if other.dtype != self.dtype:
+                raise ValueError(
+                    f"{prefix} holds {other.dtype}, {self.prefix} {self.dtype}: datasets of different dtypes cannot be joined"
+                )
+            first = self.sequences
+            step = max(1, _BLOCK // self.dtype.itemsize)
+            for start in range(0, other.num_tokens, step):
+                self._append_tokens(self._checked(other.raw(start, min(other.num_tokens, start + step))))
+            for piece in _pieces(other.lengths):
+                self._append_lengths(piece.tolist())
+            for piece in _pieces(other.documents[1:]):
+                self._append_ends((piece + first).tolist())
+
+    def finish(self) -> DatasetMeta:
+        """Flush to the disk and publish under the final names; ValueError when there is no document."""
+        assert self._open, "finish() after finish() or abort()"
+        try:
+            if self.documents == 0:
+                raise ValueError(f"{self.prefix}: no documents were written")
+            self._flush()
+            sha256_idx = self._complete_index()
+            meta = DatasetMeta(
+                sequences=self.sequences,
+                documents=self.documents,
+                tokens=self.tokens,
+                dtype=self.dtype.name,
+                eod_id=self.eod_id,
+                tokenizer=self.tokenizer,
+                vocab_size=self.vocab_size,
+                largest_id=self._largest if self._largest >= 0 else None,
+                sha256_bin=self._sha.hexdigest(),
+                sha256_idx=sha256_idx,
+            )
+            self._publish(meta)
+        except BaseException:
+            self.abort()
+            raise
+        return meta
+
+    def abort(self) -> None:
+        """Remove everything that was written. Does nothing after :meth:`finish`."""
+        if self._open:
+            self._open = False
+            self._remove()
+
+    def _refuse_existing(self) -> None:
+        found = [str(path) for path in self._paths[:2] if path.exists()]
+        if found and not self.overwrite:
+            raise FileExistsError(f"{' and '.join(found)} already there: give another prefix, or ask to overwrite")
+
+    def _checked(self, array: np.ndarray) -> np.ndarray:
+        """The ids in the file's dtype, or ValueError."""
+        if array.size == 0:
+            return array.astype(self.dtype)
+        if array.dtype.kind not in "iu" and self.dtype.kind != "f":
+            raise ValueError(f"document {self.documents}: token ids must be integers, not {array.dtype}")
+        largest = int(array.max())
+        bad = int(array.min())
+        if bad >= 0 and largest >= self._limit:
+            bad = largest
+        if bad < 0 or bad >= self._limit:
+            of_vocabulary = self.vocab_size == self._limit
+            raise ValueError(
+                f"document {self.documents}: token id {bad} does not fit: {'the vocabulary' if of_vocabulary else self.dtype} "
+                f"has ids 0 to {self._limit - 1}" + ("" if of_vocabulary else "; use a wider dtype")
+            )
+        self._largest = max(self._largest, largest)
+        return array.astype(self.dtype, copy=False)
+
+    def _append_tokens(self, array: np.ndarray) -> None:
+        self._block += array.tobytes()
+        self.tokens += array.size
+        if len(self._block) >= _BLOCK:
+            self._flush()
+
+    def _append_lengths(self, lengths: list[int]) -> None:
+        self._lengths += lengths
+        self.sequences += len(lengths)
+        if len(self._lengths) >= _CHUNK:
+            self._flush()
+
+    def _append_ends(self, ends: list[int]) -> None:
+        self._ends += ends
+        self.documents += len(ends)
+        if len(self._ends) >= _CHUNK:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._sha.update(self._block)
+        self._bin.write(self._block)
+        self._idx.write(np.array(self._lengths, dtype=LENGTH).tobytes())
+        self._borders.write(np.array(self._ends, dtype=POINTER).tobytes())
+        self._block.clear()
+        self._lengths.clear()
+        self._ends.clear()
+
+    def _complete_index(self) -> str:
+        """Append pointers and borders to the lengths, write the header; the sha256 of the file."""
+        header = IndexHeader(self.dtype, self.sequences, self.documents + 1)
+        offset = 0
+        for lengths in self._idx.read(header.lengths_at, header.pointers_at, LENGTH):
+            ends = offset + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            pointers = np.concatenate(([offset], ends[:-1])).astype(POINTER)
+            offset = int(ends[-1])
+            self._idx.write(pointers.tobytes())
+        assert offset == self.tokens * self.dtype.itemsize, (offset, self.tokens)
+        self._idx.write(np.zeros(1, dtype=POINTER).tobytes())
+        for ends in self._borders.read(0, POINTER.itemsize * self.documents, POINTER):
+            self._idx.write(ends.tobytes())
+        self._idx.write_at(0, header.pack())
+        sha = hashlib.sha256()
+        for data in self._idx.read(0, header.size, np.dtype("u1")):
+            sha.update(data.tobytes())
+        return sha.hexdigest()
+
+    def _publish(self, meta: DatasetMeta) -> None:
+        bin_path, idx_path, meta_path = self._paths
+        meta_file = LockedFile(str(meta_path))
+        self._files = (*self._files, meta_file)
+        meta_file.open()
+        meta_file.write(meta.to_json().encode())
+        for file in (self._bin, self._idx, meta_file):
+            file.sync()
+        self._refuse_existing()
+        for path in (idx_path, meta_path):  # from here on, no old index stands beside new tokens
+            path.unlink(missing_ok=True)
+        self._bin.publish(bin_path)
+        meta_file.publish(meta_path)
+        self._idx.publish(idx_path)
+        self._borders.remove()
+        sync_directory(bin_path.parent)
+        self._open = False
+
+    def _remove(self) -> None:
+        for file in self._files:
+            file.remove()
+
+
+def merge(prefixes: Sequence[str | Path], out: str | Path, *, overwrite: bool = False) -> DatasetMeta:
+    """Join datasets into one, document after document.
+
+    Memory does not grow with their size. End-of-document id, tokenizer and vocabulary size of those that have a
+    ``.meta.json`` must agree, and are recorded when all have one.
+
+    Raises:
+        ValueError: nothing to join, different dtypes, different ids or tokenizers.
+    """
+    from megatron_lite.data.indexed import IndexedDataset
+
+    if not prefixes:
+        raise ValueError(f"nothing to join into {out}")
+    facts: dict[str, dict[object, str]] = {"dtype": {}, "eod_id": {}, "tokenizer": {}, "vocab_size": {}}
+    described = True
+    for prefix in prefixes:
+        with contextlib.closing(IndexedDataset(prefix)) as dataset:
+            facts["dtype"].setdefault(dataset.dtype, str(prefix))
+            described = described and dataset.meta is not None
+            for name in ("eod_id", "tokenizer", "vocab_size"):
+                if dataset.meta is not None:
+                    facts[name].setdefault(getattr(dataset.meta, name), str(prefix))
+    for name, values in facts.items():
+        if len(values) > 1:
+            listed = ", ".join(f"{value} in {prefix}" for value, prefix in values.items())
+            raise ValueError(f"datasets of different {name} cannot be joined: {listed}")
+    common = {name: next(iter(values), None) for name, values in facts.items() if described or name == "dtype"}
+    writer = IndexedWriter(out, **common, overwrite=overwrite)  # type: ignore[arg-type]
+    try:
+        for prefix in prefixes:
+            writer.add_dataset(prefix)
+    except BaseException:
+        writer.abort()
+        raise
+    return writer.finish()
+
+
+def _id_limit(dtype: np.dtype, vocab_size: int | None) -> int:
+    """The first id that does not fit. For floats, the integers that they hold exactly."""
+    limit = np.iinfo(dtype).max + 1 if dtype.kind in "iu" else 2 ** (np.finfo(dtype).nmant + 1) + 1
+    return limit if vocab_size is None else min(limit, vocab_size)
+
+
+def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    for start in range(0, len(array), _CHUNK):
+        yield array[start : start + _CHUNK]

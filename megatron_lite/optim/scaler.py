@@ -88,7 +88,7 @@ class LossScaler:
             if used <= self.minimum:
                 return f"gradients are not finite at the smallest loss scale, {used:g}: the scale is not the cause"
         if self.skips_in_a_row >= MAX_SKIPS:
-            return f"{self.skips_in_a_row} steps in a row were skipped because gradients were not finite; the loss scale is {self.scale:g}"
+            return f"{self.skips_in_a_row} steps in a row were not finite; the loss scale is {self.scale:g}"
         return None
 
     def _good(self) -> None:
@@ -121,7 +121,8 @@ class LossScaler:
         Only a dynamic scale continues a dynamic one. A run that changed its dtype or its kind of scale starts fresh.
         """
         if state["kind"] != self.kind:
-            return f"loss scale: the checkpoint's is {state['kind']}, this run's is {self.kind}: it starts fresh at {self.scale:g}"
+            kinds = f"the checkpoint's is {state['kind']}, this run's is {self.kind}"
+            return f"loss scale: {kinds}: it starts fresh at {self.scale:g}"
         self.skips = int(state["skips"])
         self.skips_in_a_row = int(state["skips_in_a_row"])
         if self.kind == "dynamic":
@@ -129,5 +130,5 @@ class LossScaler:
             self.good_steps = int(state["good_steps"])
             self.hysteresis_left = min(int(state["hysteresis_left"]), self.hysteresis)
         elif float(state["scale"]) != self.scale:
-            return f"loss scale: the checkpoint's is {state['scale']:g}, this run's --loss-scale is {self.scale:g}, which is used"
+            return f"loss scale: the checkpoint's is {state['scale']:g}; used is this run's --loss-scale {self.scale:g}"
         return None

@@ -71,8 +71,8 @@ class LrSchedule:
             found.append(f"the decay length is {self.decay_samples} samples: it must be at least 1")
         elif not 0 <= self.warmup_samples < self.decay_samples:
             found.append(
-                f"warm-up of {self.warmup_samples:g} samples does not end before the decay of {self.decay_samples} samples "
-                f"does: give a warm-up of at most {self.decay_samples - 1} samples, or a longer decay"
+                f"warm-up of {self.warmup_samples:g} samples does not end before the decay of {self.decay_samples} "
+                f"samples does: give a warm-up of at most {self.decay_samples - 1} samples, or a longer decay"
             )
         elif self.style == "WSD" and not 0 < self.wsd_decay_samples <= self.decay_samples - self.warmup_samples:
             found.append(
@@ -146,7 +146,7 @@ class WeightDecaySchedule:
             found.append(f"weight decay from {self.start} to {self.end}: both must be finite and not negative")
         if self.start > self.end:
             found.append(
-                f"start-weight-decay {self.start} is above end-weight-decay {self.end}: the ramp rises; swap or equal them"
+                f"start-weight-decay {self.start} is above end-weight-decay {self.end}: the ramp rises; swap them"
             )
         if self.style not in RAMP_STYLES:
             found.append(f"unknown weight-decay-incr-style {self.style!r}: one of {', '.join(RAMP_STYLES)}")
@@ -214,8 +214,8 @@ def on_resume(
     """
     if override and use_checkpoint:
         raise ValueError(
-            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other: the first takes "
-            "the schedule of the command line, the second that of the checkpoint; give one"
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other: the first "
+            "takes the schedule of the command line, the second that of the checkpoint; give one"
         )
     if override:
         return asked
@@ -230,6 +230,7 @@ def on_resume(
     if differs:
         raise ValueError(
             "the learning-rate schedule differs from the checkpoint's: " + "; ".join(differs) + ". Give "
-            "--override-opt-param-scheduler to take the command line's, or --use-checkpoint-opt-param-scheduler to keep the checkpoint's"
+            "--override-opt-param-scheduler to take the command line's, or --use-checkpoint-opt-param-scheduler "
+            "to keep the checkpoint's"
         )
     return asked

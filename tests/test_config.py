@@ -12,9 +12,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lite.cli.train import split_function
 from megatron_lite.config.check import check, check_files, prefixes
-from megatron_lite.config.check_io import split_shares
-from megatron_lite.config.derived import bucket_parameters, count_parameters, precision
+from megatron_lite.config.derived import (
+    bucket_parameters,
+    count_parameters,
+    has_tokenizer,
+    precision,
+    tokenizer_options,
+)
 from megatron_lite.config.document import document
 from megatron_lite.config.flags import SECTIONS, field_kinds, section_classes
 from megatron_lite.config.load import (
@@ -51,7 +57,7 @@ def refused(text: str, **kwargs: Any) -> str:
 
 def problems(text: str, world_size: int = 1) -> str:
     config = parse(text)
-    return format_problems(check(config, world_size, [model_problems, from_config.problems]))
+    return format_problems(check(config, world_size, [model_problems, from_config.problems, split_function]))
 
 
 def model_problems(config: RunConfig[Any], layout: Layout) -> list[str]:
@@ -407,8 +413,8 @@ BAD: list[tuple[str, int, tuple[str, ...]]] = [
     ("--exit-signals KILL", 1, ("cannot be handled",)),
     ("--save-signals TERM", 1, ("TERM in both",)),
     ("--on-nan rollback", 1, ("--on-nan rollback without --save",)),
-    ("--split 0,1", 1, ()),
-    ("--split 1,two", 1, ("--split 1,two",)),
+    ("--no-mock-data --data-path a --split 0,1", 1, ("leaves nothing to train on",)),
+    ("--split 1,two", 1, ("--split '1,two'",)),
     ("--no-mock-data", 1, ("there is no data",)),
     ("--no-mock-data --data-path a --train-data-path b", 1, ("--data-path beside --train-data-path",)),
     ("--no-mock-data --valid-data-path b", 1, ("there is no training data",)),
@@ -417,7 +423,7 @@ BAD: list[tuple[str, int, tuple[str, ...]]] = [
     ("--no-mock-data --data-path -1 a 2 b", 1, ("none negative",)),
     ("--tokenizer-type HuggingFaceTokenizer --vocab-size 0", 1, ("HuggingFaceTokenizer needs --tokenizer-model",)),
     ("--tokenizer-type GPT2BPETokenizer --vocab-file v.json", 1, ("GPT2BPETokenizer needs --merge-file",)),
-    ("--vocab-size 0", 1, ("NullTokenizer needs --vocab-size",)),
+    ("--vocab-size 0", 1, ("NullTokenizer needs --vocab-size of at least 2",)),
     ("--eval-interval 0", 1, ("--eval-interval 0",)),
     ("--save-interval 0", 1, ("--save-interval 0",)),
     ("--finetune", 1, ("--finetune without --load",)),
@@ -444,7 +450,7 @@ def test_several_problems_at_once() -> None:
         "--exit-signals FOO --split nothing --no-mock-data",
         5,
     )
-    for part in ("5 processes", "num-attention-heads 3", "--bf16 and --fp16", "FOO", "--split nothing", "no data"):
+    for part in ("5 processes", "num-attention-heads 3", "--bf16 and --fp16", "FOO", "--split 'nothing'", "no data"):
         assert part in text, text
 
 
@@ -484,12 +490,6 @@ def test_blends() -> None:
         and prefixes(("a", "b")) == ["a", "b"]
         and prefixes(("1", "a", ".5", "b")) == ["a", "b"]
     )
-
-
-def test_split_shares() -> None:
-    assert split_shares("969,30,1") == (0.969, 0.03, 0.001)
-    assert split_shares("1") == (1.0, 0.0, 0.0) and split_shares("98, 2") == (0.98, 0.02, 0.0)
-    assert [split_shares(t) for t in ("", "0,0", "1,2,3,4", "-1,2", "a")] == [None] * 5
 
 
 @given(st.integers(1, 200), st.integers(1, 200))

@@ -83,17 +83,28 @@ def saved_config(config: RunConfig[Any]) -> dict[str, Any]:
 
 
 def with_vocabulary(config: RunConfig[Any]) -> RunConfig[Any]:
-    """The model's ``vocab_size`` filled in from the tokenizer where it is 0."""
-    if getattr(config.model, "vocab_size", None) != 0:
+    """The model's ``vocab_size`` from the tokenizer, where it is 0; a given one may be larger, not smaller.
+
+    Raises:
+        ConfigError: the tokenizer cannot be read, or has more ids than the given vocabulary.
+    """
+    given = getattr(config.model, "vocab_size", None)
+    if given is None:
         return config
     from megatron_lite.data.tokenizer import vocabulary_size
 
-    size = vocabulary_size(config.data)
-    return (
-        config
-        if size is None
-        else dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
-    )
+    try:
+        size = vocabulary_size(config.data)
+    except ValueError as error:
+        raise ConfigError([Problem(str(error))]) from error
+    if size is None:
+        return config
+    if given and given < size:
+        numbers = f"vocab-size {given}, tokenizer {size}"
+        raise ConfigError(
+            [Problem("the tokenizer has ids outside the vocabulary", numbers, nearest=f"--vocab-size {size}")]
+        )
+    return config if given else dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
 def model_function(config: RunConfig[Any], layout: Layout) -> list[str]:
@@ -110,11 +121,24 @@ def model_function(config: RunConfig[Any], layout: Layout) -> list[str]:
     )
 
 
+def split_function(config: RunConfig[Any], layout: Layout) -> list[str]:
+    """What the data's room has to say about ``--split``."""
+    from megatron_lite.data.splits import parse_split
+
+    try:
+        training = parse_split(config.data.split)[0]
+    except ValueError as error:
+        return [str(error)]
+    if config.data.data_path and training == 0 and not config.evaluation.skip_train:
+        return [f"--split {config.data.split} leaves nothing to train on: the first share is training"]
+    return []
+
+
 def problem_functions() -> list[ProblemsFunction]:
     """The rooms that are asked about a configuration."""
     from megatron_lite.optim.from_config import problems as optimizer_problems
 
-    return [model_function, optimizer_problems]
+    return [model_function, optimizer_problems, split_function]
 
 
 def prepare(loaded: Loaded, info: RankInfo, environment: dict[str, str]) -> str:

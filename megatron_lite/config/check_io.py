@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_lite.config.derived import TOKENIZER_FILES
 from megatron_lite.config.problem import Problem
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.config.schema_io import DataConfig, EvaluationConfig, LoggingConfig
 
-TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "TikTokenizer": ("tokenizer_model",),
-    "NullTokenizer": (),
-}
 OWN_SPLITS = ("train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -39,7 +30,7 @@ def data_problems(config: RunConfig[Any]) -> list[Problem]:
 
 
 def source_problems(data: DataConfig, evaluation: EvaluationConfig) -> list[Problem]:
-    """Where the tokens come from."""
+    """Where the tokens come from. (``--split`` is read, and checked, by :mod:`megatron_lite.data.splits`.)"""
     found = []
     own = [name for name in OWN_SPLITS if getattr(data, name)]
     if not data.mock_data:
@@ -53,23 +44,7 @@ def source_problems(data: DataConfig, evaluation: EvaluationConfig) -> list[Prob
             found.append(Problem("there is no training data", f"only {' and '.join(own)}", nearest="--train-data-path"))
     for name in ("data_path", *OWN_SPLITS):
         found += _blend_problems("--" + name.replace("_", "-"), getattr(data, name))
-    shares = split_shares(data.split)
-    if shares is None:
-        rule = "one to three numbers, none negative, not all zero, e.g. 969,30,1"
-        found.append(Problem(f"--split {data.split}", rule=rule))
-    elif data.data_path and shares[0] == 0 and not evaluation.skip_train:
-        found.append(Problem(f"--split {data.split} leaves nothing to train on", rule="the first share is training"))
     return found
-
-
-def split_shares(text: str) -> tuple[float, float, float] | None:
-    """The three shares of ``--split``, normalised to a sum of 1; None if the text is no split."""
-    parts = [part.strip() for part in text.split(",")]
-    if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", part) for part in parts):
-        return None
-    numbers = [float(part) for part in parts] + [0.0] * (3 - len(parts))
-    total = sum(numbers)
-    return (numbers[0] / total, numbers[1] / total, numbers[2] / total) if total > 0 else None
 
 
 def _blend_problems(flag: str, path: Sequence[str]) -> list[Problem]:
@@ -107,8 +82,9 @@ def tokenizer_problems(config: RunConfig[Any]) -> list[Problem]:
         flags = " and ".join("--" + name.replace("_", "-") for name in missing)
         what = f"--tokenizer-type {data.tokenizer_type} needs {flags}"
         found.append(Problem(what, nearest=f"{flags} FILE, or --tokenizer-type NullTokenizer --vocab-size N"))
-    if data.tokenizer_type == "NullTokenizer" and vocab_size == 0:
-        found.append(Problem("--tokenizer-type NullTokenizer needs --vocab-size"))
+    if data.tokenizer_type == "NullTokenizer" and vocab_size is not None and vocab_size < 2:
+        rule = "the last id is the end of a document"
+        found.append(Problem("--tokenizer-type NullTokenizer needs --vocab-size of at least 2", rule=rule))
     if data.tiktoken_pattern not in (None, "v1", "v2"):
         found.append(Problem(f"--tiktoken-pattern {data.tiktoken_pattern}", rule="v1 or v2"))
     return found

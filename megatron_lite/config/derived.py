@@ -9,6 +9,16 @@ from megatron_lite.config.transformer import TransformerConfig
 
 Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 
+TOKENIZER_FILES: dict[str, tuple[str, ...]] = {  # what each kind of tokenizer is read from
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "NullTokenizer": (),
+}
+
 
 def precision(training: TrainingConfig) -> Precision:
     """The dtype of computation: fp32 unless a flag says otherwise."""

@@ -55,6 +55,8 @@ class DataConfig:
     """GPT-2: vocab.json."""
     merge_file: str | None = None
     """GPT-2: merges.txt."""
+    eod_token: str | None = None
+    """Text of the end-of-document token, where the tokenizer declares none."""
 
 
 @dataclass(frozen=True)

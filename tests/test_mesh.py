@@ -314,6 +314,21 @@ def test_messages_arrive_in_order_and_tensors_live_until_sent() -> None:
     assert received == {"forward.recv": {"calls": 6, "bytes": 6 * 20_000}, "backward.send": {"calls": 1, "bytes": 12}}
 
 
+def fails_with_a_message_unsent():
+    with ProcessMesh.open(Layout(pp=2)) as mesh:
+        if mesh.rank == 0:
+            mesh.queue(0, 1).send(torch.zeros(1_000_000))
+            raise KeyError("first failure")
+        time.sleep(1)
+
+
+def test_a_failing_rank_does_not_wait_for_its_messages_to_go() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailed, match="first failure"):
+        run_ranks(2, fails_with_a_message_unsent)
+    assert time.monotonic() - start < 15
+
+
 def wrong_label():
     mesh = ProcessMesh.open(Layout(pp=2), numbered=True)
     if mesh.rank == 0:

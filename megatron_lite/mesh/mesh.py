@@ -144,10 +144,11 @@ class ProcessMesh:
         """
         return self._make("tie", tuple(self.layout.stage_groups(sorted(set(stages)))))
 
-    def close(self) -> None:
-        """Let go of every group that this mesh opened."""
+    def close(self, failed: bool = False) -> None:
+        """Let go of every group that this mesh opened, after the last message has gone (unless this rank ``failed``)."""
         for queue in self._queues.values():
-            queue.flush()
+            if not failed:
+                queue.flush()
         default = dist.group.WORLD if dist.is_initialized() else None
         for group in (*self._opened.values(), *self._queue_groups):
             if group is not None and group is not default:
@@ -163,8 +164,8 @@ class ProcessMesh:
     def __enter__(self) -> ProcessMesh:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(failed=kind is not None)
 
     # ---- opening
 

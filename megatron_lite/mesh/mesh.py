@@ -145,7 +145,7 @@ class ProcessMesh:
         return self._make("tie", tuple(self.layout.stage_groups(sorted(set(stages)))))
 
     def close(self, failed: bool = False) -> None:
-        """Let go of every group that this mesh opened, after the last message has gone (unless this rank ``failed``)."""
+        """Let go of every group opened here, once all messages have gone (at once if this rank ``failed``)."""
         for queue in self._queues.values():
             if not failed:
                 queue.flush()

@@ -12,7 +12,8 @@ device, so that a step needs no read by the host; with skip true nothing changes
 
 Every operation is one IEEE operation, rounded by itself (no fused multiply-add, no vector form with another tail):
 an element gets the same bits wherever it lies in a buffer, which is what lets sharded and whole states agree.
-The compiled kernels do the same operations in the same order.
+The compiled kernels do the same operations in the same order; only the square root can differ from the reference's in
+the last bit on a CPU, where PyTorch takes MKL's, which is not always rounded correctly.
 
 Source: Loshchilov and Hutter 2019 (arXiv 1711.05101), in the form of torch.optim.AdamW.
 """
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_lite.ops.op import Op
+from megatron_lite.ops.op import Kernel, Op, Problem, Reason, capability_reason, dtype_reason, short
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Coefficients:
     beta2: float
     one_minus_beta2: float
     step_size: float  # lr / (1 - beta1^t)
-    root_correction: float  # sqrt(1 - beta2^t)
+    inverse_root: float  # 1 / sqrt(1 - beta2^t)
     eps: float
 
 
@@ -52,7 +53,7 @@ def coefficients(
         beta2=beta2,
         one_minus_beta2=1 - beta2,
         step_size=lr / (1 - beta1**step),
-        root_correction=math.sqrt(1 - beta2**step),
+        inverse_root=1 / math.sqrt(1 - beta2**step),
         eps=eps,
     )
 
@@ -73,7 +74,7 @@ def reference(
     g = grad.to(master.dtype) * factor
     m = exp_avg * c.beta1 + g * c.one_minus_beta1
     v = exp_avg_sq * c.beta2 + g * g * c.one_minus_beta2
-    denominator = v.sqrt() / c.root_correction + c.eps
+    denominator = v.sqrt() * c.inverse_root + c.eps
     w = master * c.decay - m / denominator * c.step_size
     if skip is not None:
         m, v, w = (torch.where(skip, old, new) for old, new in ((exp_avg, m), (exp_avg_sq, v), (master, w)))
@@ -86,7 +87,52 @@ def reference(
     master.copy_(w)
 
 
-ADAMW = Op("adamw", reference, ())
+def compiled(
+    param_out: torch.Tensor,
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    c: Coefficients,
+    factor: torch.Tensor | float,
+    skip: torch.Tensor | None,
+    isa: int = -1,
+) -> None:
+    """The compiled kernel; ``isa`` is -1 for the CPU's best instruction set, 0 plain, 1 AVX2, 2 AVX-512."""
+    on_device = isinstance(factor, torch.Tensor)
+    torch.ops.megatron_lite.adamw_(
+        param_out, master, grad, exp_avg, exp_avg_sq,
+        c.decay, c.beta1, c.one_minus_beta1, c.beta2, c.one_minus_beta2, c.step_size, c.inverse_root, c.eps,
+        1.0 if on_device else factor, factor if on_device else None, skip, isa,
+    )  # fmt: skip
+
+
+def _applies(problem: Problem) -> Reason:
+    if (reason := dtype_reason(problem)) is not None:
+        return reason
+    param_out, master, grad, exp_avg, exp_avg_sq = problem.dtypes
+    if master not in (torch.float32, torch.float64) or not master == exp_avg == exp_avg_sq:
+        return "takes a master and moments of one dtype, float32 or float64, not " + ", ".join(
+            short(d) for d in (master, exp_avg, exp_avg_sq)
+        )
+    if master == torch.float64 and not (param_out == grad == master):
+        return f"takes a float64 master with float64 only, not {short(param_out)} and {short(grad)}"
+    if master == torch.float32 and torch.float64 in (param_out, grad):
+        return "takes no float64 beside a float32 master"
+    if not problem.contiguous:
+        return "takes contiguous slices"
+    return capability_reason(problem, (8, 0))
+
+
+ADAMW = Op(
+    "adamw",
+    reference,
+    (
+        Kernel("compiled-cuda", ("cuda",), compiled, _applies, "cuda", lambda _: 0),
+        Kernel("compiled-cpu", ("cpu",), compiled, _applies, "cpu", lambda _: 0),
+    ),
+    lambda _: 0,
+)
 
 
 def adamw_(
@@ -118,7 +164,8 @@ def adamw_(
         skip: 0-d tensor; where true, nothing changes.
         kernel: the implementation to use, None for the best that applies.
     """
-    assert step >= 1 and master.dim() == 1
+    assert step >= 1 and param_out.shape == master.shape == grad.shape == exp_avg.shape == exp_avg_sq.shape
+    assert master.dim() == 1
     c = coefficients(lr, beta1, beta2, eps, weight_decay, step)
     with torch.no_grad():
         run = ADAMW.pick(param_out, master, grad, exp_avg, exp_avg_sq, kernel=kernel)

@@ -1,0 +1,20 @@
+// The signatures of every compiled op, in one place; each is implemented in the file of its name, per device.
+//
+// All of them write into tensors that the caller made, so that one allocation policy (PyTorch's, in Python) holds on every
+// device and the signatures need nothing but tensors and numbers from the stable ABI. `isa` is read by the CPU kernels
+// only: -1 for the best instruction set, 0 to force the plain one.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(megatron_lite, m) {
+  m.def("swiglu_forward(Tensor gate, Tensor up, Tensor(a!) out, int isa) -> ()");
+  m.def(
+      "swiglu_backward(Tensor grad, Tensor gate, Tensor up, Tensor(a!) grad_gate, Tensor(b!) grad_up, int isa) -> ()");
+  m.def("rms_norm_forward(Tensor x, Tensor weight, float eps, Tensor(a!) y, Tensor(b!) scale, int isa) -> ()");
+  m.def(
+      "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scale, Tensor(a!) grad_x, "
+      "Tensor(b!) grad_weight, Tensor(c!) partial, int isa) -> ()");
+  m.def(
+      "adamw_(Tensor(a!) param_out, Tensor(b!) master, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
+      "float decay, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float step_size, "
+      "float inverse_root, float eps, float factor, Tensor? factor_tensor, Tensor? skip, int isa) -> ()");
+}

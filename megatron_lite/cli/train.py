@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         environment = apply_early(argv, os.environ)
         loaded = read(argv)
-        text = prepare(loaded, info, environment)
+        loaded, text = prepare(loaded, info, environment)
     except ConfigError as error:
         if info.rank == 0:
             print(f"megatron-lite train: {error}", file=sys.stderr, flush=True)
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def read(argv: Sequence[str]) -> Loaded:
-    """The configuration of a command line, ``--use-checkpoint-args`` and the tokenizer's vocabulary applied.
+    """The configuration of a command line, ``--use-checkpoint-args`` applied.
 
     Raises:
         ConfigError: with every problem of flags and files.
@@ -53,7 +53,7 @@ def read(argv: Sequence[str]) -> Loaded:
     loaded = load(argv, resolve_model)
     if loaded.config.checkpoint.use_checkpoint_args and loaded.config.checkpoint.load:
         loaded = with_checkpoint_args(loaded, saved_config(loaded.config), resolve_model)
-    return dataclasses.replace(loaded, config=with_vocabulary(loaded.config))
+    return loaded
 
 
 def resolve_model(architecture: str) -> type:
@@ -82,29 +82,28 @@ def saved_config(config: RunConfig[Any]) -> dict[str, Any]:
     return dict(read_manifest(found.directory)["config"])
 
 
-def with_vocabulary(config: RunConfig[Any]) -> RunConfig[Any]:
+def with_vocabulary(config: RunConfig[Any]) -> tuple[RunConfig[Any], list[Problem]]:
     """The model's ``vocab_size`` from the tokenizer, where it is 0; a given one may be larger, not smaller.
 
-    Raises:
-        ConfigError: the tokenizer cannot be read, or has more ids than the given vocabulary.
+    Returns:
+        The configuration, and what is wrong: the tokenizer cannot be read, or has more ids than the given vocabulary.
     """
     given = getattr(config.model, "vocab_size", None)
     if given is None:
-        return config
+        return config, []
     from megatron_lite.data.tokenizer import vocabulary_size
 
     try:
         size = vocabulary_size(config.data)
     except ValueError as error:
-        raise ConfigError([Problem(str(error))]) from error
-    if size is None:
-        return config
-    if given and given < size:
+        return config, [Problem(str(error))]
+    if size is None or given >= size:
+        return config, []
+    if given:
         numbers = f"vocab-size {given}, tokenizer {size}"
-        raise ConfigError(
-            [Problem("the tokenizer has ids outside the vocabulary", numbers, nearest=f"--vocab-size {size}")]
-        )
-    return config if given else dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
+        what = "the tokenizer has ids outside the vocabulary"
+        return config, [Problem(what, numbers, nearest=f"--vocab-size {size}")]
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size)), []
 
 
 def model_function(config: RunConfig[Any], layout: Layout) -> list[str]:
@@ -141,16 +140,20 @@ def problem_functions() -> list[ProblemsFunction]:
     return [model_function, optimizer_problems, split_function]
 
 
-def prepare(loaded: Loaded, info: RankInfo, environment: dict[str, str]) -> str:
-    """Check everything; the start-up text.
+def prepare(loaded: Loaded, info: RankInfo, environment: dict[str, str]) -> tuple[Loaded, str]:
+    """Check everything; the configuration with its vocabulary, and the start-up text.
 
     Raises:
         ConfigError: with every problem.
     """
     from megatron_lite.mesh.layout import layout_for
 
-    config, parallel = loaded.config, loaded.config.parallel
-    require(check(config, info.world_size, problem_functions()) + check_files(config))
+    config, vocabulary_found = with_vocabulary(loaded.config)
+    checked = config  # a tokenizer that cannot be read is one problem, not also a vocabulary that is missing
+    if vocabulary_found and config.model.vocab_size == 0:
+        checked = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=1))
+    require(check_files(config) + vocabulary_found + check(checked, info.world_size, problem_functions()))
+    loaded, parallel = dataclasses.replace(loaded, config=config), config.parallel
     layout = layout_for(
         info.world_size,
         tp=parallel.tensor_model_parallel_size,
@@ -158,7 +161,7 @@ def prepare(loaded: Loaded, info: RankInfo, environment: dict[str, str]) -> str:
         cp=parallel.context_parallel_size,
     )
     lines, lr_by_rule = schedule_lines(config, layout)
-    return summary(loaded, layout, lines=lines, lr_by_rule=lr_by_rule, environment=environment)
+    return loaded, summary(loaded, layout, lines=lines, lr_by_rule=lr_by_rule, environment=environment)
 
 
 def schedule_lines(config: RunConfig[Any], layout: Layout) -> tuple[list[str], dict[str, float] | None]:

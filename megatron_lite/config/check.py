@@ -196,15 +196,8 @@ def rollback_problems(config: RunConfig[Any]) -> list[Problem]:
 
 
 def check_files(config: RunConfig[Any]) -> list[Problem]:
-    """Files that the configuration names and that are not there (looked for on this machine)."""
+    """Data and checkpoints that the configuration names and that are not there (looked for on this machine)."""
     data, found = config.data, []
-    for flag, path in (
-        ("--vocab-file", data.vocab_file),
-        ("--merge-file", data.merge_file),
-        ("--tokenizer-model", data.tokenizer_model),
-    ):
-        if path and not Path(path).exists():
-            found.append(Problem(f"{flag} {path}: no such file or directory", rule=f"looked for from {Path.cwd()}"))
     for flag in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         for prefix in prefixes(getattr(data, flag)):
             missing = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]

@@ -164,7 +164,10 @@ def test_forcing_a_kernel_that_cannot_says_its_limit():
 
 def test_bytes_kept_for_backward():
     """The fused kernels keep q, k, v, the output and one number per query; the reference also the weights."""
-    assert choose(ATTENTION, problem("cuda:a100", torch.bfloat16)).bytes_saved == 64 * 64 * (8 + 2 + 2 + 8) * 2 + 64 * 8 * 4
+    assert (
+        choose(ATTENTION, problem("cuda:a100", torch.bfloat16)).bytes_saved
+        == 64 * 64 * (8 + 2 + 2 + 8) * 2 + 64 * 8 * 4
+    )
     kept = choose(ATTENTION, problem("cpu", torch.float32, longest=16), "reference").bytes_saved
     assert kept == (64 * 64 * (8 + 2 + 2) + 64 * 8 * 16) * 4
 

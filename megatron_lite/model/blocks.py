@@ -18,9 +18,18 @@ from torch import nn
 from megatron_lite.config.transformer import TransformerConfig
 from megatron_lite.model.protocol import ForwardContext
 from megatron_lite.model.rotary import Rotary
-from megatron_lite.ops.attention import Documents, attention, cached_attention
+from megatron_lite.ops.attention import Documents, DropWeights, attention, cached_attention
+from megatron_lite.ops.gelu import gelu
 from megatron_lite.ops.swiglu import swiglu
-from megatron_lite.tensor.layers import ColumnParallelLinear, LayerNorm, RMSNorm, RowParallelLinear, column_parallel
+from megatron_lite.tensor.layers import (
+    ColumnParallelLinear,
+    LayerNorm,
+    RMSNorm,
+    RowParallelLinear,
+    column_parallel,
+    own_tokens,
+)
+from megatron_lite.tensor.random import DropoutKey, attention_dropout, dropout
 from megatron_lite.tensor.spec import TensorParallel
 
 
@@ -29,9 +38,24 @@ def make_norm(
 ) -> nn.Module:
     """The norm the configuration names, over ``size`` features."""
     kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
-    return kind(
-        parallel, size, config.norm_epsilon, one_plus=config.apply_layernorm_1p, always_partial=always_partial
-    )
+    return kind(parallel, size, config.norm_epsilon, one_plus=config.apply_layernorm_1p, always_partial=always_partial)
+
+
+def hidden_dropout(
+    x: torch.Tensor, p: float, ctx: ForwardContext, layer: int, site: str, parallel: TensorParallel
+) -> torch.Tensor:
+    """Dropout of hidden states in training, keyed by token and feature; ``x`` in evaluation.
+
+    Args:
+        x: [T, H], or this rank's slice of the row.
+        layer: index of the block, -1 before the blocks.
+        site: which of the layer's dropouts.
+    """
+    if not ctx.training or p == 0.0:
+        return x
+    token = own_tokens(torch.arange(ctx.batch.rows * ctx.batch.seq_length, device=x.device), parallel)
+    rows = ctx.batch.first_row + token // ctx.batch.seq_length
+    return dropout(x, p, DropoutKey(ctx.seed, ctx.step, layer, site), rows, token % ctx.batch.seq_length)
 
 
 class Attention(nn.Module):
@@ -58,7 +82,8 @@ class Attention(nn.Module):
             self.key_norm = make_norm(config, parallel, config.head_dim, always_partial=True)
         self.qk_norm = config.qk_layernorm
         self.rotary = Rotary(config, parallel.dtype, parallel.device) if config.rotary_dim else None
-        self.core = CoreAttention(config, parallel, index)
+        first_head = self.query.weight.rectangle.start[0] // config.head_dim
+        self.core = CoreAttention(config, index, first_head)
         self.output = RowParallelLinear(
             parallel,
             config.query_size,
@@ -72,9 +97,7 @@ class Attention(nn.Module):
         """The layers that read the hidden states, for ``column_parallel``."""
         return [self.query, self.key, self.value]
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ctx: ForwardContext
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """From projected [T, heads * head_dim] (this rank's heads) to [T, heads * head_dim], before ``output``."""
         # [T, heads of this rank, head_dim]
         query, key, value = (t.view(len(t), -1, self.head_dim) for t in (query, key, value))
@@ -91,18 +114,19 @@ class Attention(nn.Module):
 
 
 class CoreAttention(nn.Module):
-    """Softmax attention itself: no parameters; what selective recompute computes again."""
+    """Softmax attention itself: no parameters; what selective recompute computes again.
 
-    def __init__(self, config: TransformerConfig, parallel: TensorParallel, index: int) -> None:
+    Args:
+        first_head: index in the whole model of this rank's first query head; keys the dropout of attention weights.
+    """
+
+    def __init__(self, config: TransformerConfig, index: int, first_head: int) -> None:
         super().__init__()
-        self.index = index
-        self.parallel = parallel
+        self.index, self.first_head = index, first_head
         self.dropout = config.attention_dropout
         self.scale = config.head_dim**-0.5
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ctx: ForwardContext
-    ) -> torch.Tensor:
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Query [T, heads, head_dim], key and value [T, kv_heads, head_dim] to [T, heads, head_dim]."""
         batch = ctx.batch
         if ctx.cache is not None:
@@ -110,8 +134,18 @@ class CoreAttention(nn.Module):
             key, value = ctx.cache.append(self.index, key, value)
             return cached_attention(query, key, value, self.scale).flatten(0, 1)
         documents = Documents(batch.cu_seqlens, batch.num_documents, batch.max_seqlen)
-        drop = attention_dropout(self.dropout, ctx, self.index, self.parallel) if ctx.training else None
+        drop = self._drop(ctx) if ctx.training and self.dropout > 0 else None
         return attention(query, key, value, documents, scale=self.scale, drop=drop)
+
+    def _drop(self, ctx: ForwardContext) -> DropWeights:
+        site = DropoutKey(ctx.seed, ctx.step, self.index, "attention_weights")
+
+        def drop(weights: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+            length = ctx.batch.seq_length
+            rows = ctx.batch.first_row + first // length
+            return attention_dropout(weights, self.dropout, site, rows, first % length, self.first_head)
+
+        return drop
 
 
 class MLP(nn.Module):
@@ -134,7 +168,7 @@ class MLP(nn.Module):
         """From the outputs of ``inputs()`` to the input of ``down``."""
         if self.gated:
             return swiglu(*wide)
-        return F.relu(wide[0]).square() if self.squared_relu else F.gelu(wide[0], approximate="tanh")
+        return F.relu(wide[0]).square() if self.squared_relu else gelu(wide[0], approximate="tanh")
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, H] (or this rank's slice of the row) to the same."""
@@ -157,6 +191,6 @@ class Block(nn.Module):
     def forward(self, hidden: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """[T, H] (or this rank's slice of the row) to the same."""
         added = self.attention(self.attention_norm(hidden), ctx)
-        hidden = hidden + hidden_dropout(added, self.dropout, ctx, self.index, Site.ATTENTION_OUTPUT, self.parallel)
+        hidden = hidden + hidden_dropout(added, self.dropout, ctx, self.index, "attention_output", self.parallel)
         added = self.mlp(self.mlp_norm(hidden))
-        return hidden + hidden_dropout(added, self.dropout, ctx, self.index, Site.MLP_OUTPUT, self.parallel)
+        return hidden + hidden_dropout(added, self.dropout, ctx, self.index, "mlp_output", self.parallel)

@@ -134,7 +134,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
         "vocab_size": hf["vocab_size"],
         "init_method_std": hf.get("initializer_range", 0.02),
         "untie_embeddings_and_output_weights": not tied,
-        "norm_epsilon": hf.get(NORM_EPSILON.get(kind, "rms_norm_eps"), 1e-6 if kind in ("llama", "qwen2", "qwen3") else 1e-5),
+        "norm_epsilon": hf.get(
+            NORM_EPSILON.get(kind, "rms_norm_eps"), 1e-6 if kind in ("llama", "qwen2", "qwen3") else 1e-5
+        ),
     }
     if kind == "gpt2":
         return TransformerConfig(**shared, **_gpt2_fields(hf))

@@ -177,4 +177,3 @@ def _divisibility(config: TransformerConfig, tp: int) -> list[str]:
             f"use {either(nearest_multiples(ffn, tp))}"
         )
     return found
-

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from megatron_lite.tensor.spec import ParamSpec, TensorParallel
+from megatron_lite.tensor.spec import ParamSpec, Rectangle, TensorParallel
 
 if TYPE_CHECKING:
     from megatron_lite.data.batch import Batch
@@ -114,9 +114,7 @@ class ModelDefinition(ABC):
         return []
 
     @classmethod
-    def flops(
-        cls, config: Any, tokens: int, seq_length: int, sum_squared_lengths: int | None = None
-    ) -> Flops | None:
+    def flops(cls, config: Any, tokens: int, seq_length: int, sum_squared_lengths: int | None = None) -> Flops | None:
         """FLOPs of one step of ``tokens`` tokens, or None when not known (then no MFU is reported).
 
         Args:
@@ -205,7 +203,8 @@ def ordinary_spec(parameter: nn.Parameter) -> ParamSpec:
 
 
 def build_part(definition: ModelDefinition, part: str, seed: int = 0) -> nn.Module:
-    """Make one part of the model; every parameter of it gets a ``.spec`` with its global name.
+    """Make one part of the model; every parameter of it gets a ``.spec`` with its global name
+    and a ``.rectangle``.
 
     Ordinary ``nn`` layers are built on the CPU under a generator seeded by (seed, part), so that they start the same
     in every layout, and then moved to the definition's device and dtype. Parameters of our own layers are empty until
@@ -285,6 +284,7 @@ def _describe(definition: ModelDefinition, module: nn.Module, part: str) -> list
             ordinary.append(parameter)
             parameter.data = parameter.data.to(device=device, dtype=dtype)
             spec = spec or ordinary_spec(parameter)
+            parameter.rectangle = Rectangle((0,) * len(spec.full_shape), spec.full_shape)
         name = spec.tie or f"{part}.{local}"
         decay = spec.decay and len(spec.full_shape) > 1 and not any(fnmatchcase(name, p) for p in patterns)
         parameter.spec = replace(spec, name=name, decay=decay)

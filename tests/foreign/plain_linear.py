@@ -101,11 +101,7 @@ class PlainModel(ModelDefinition):
         return []
 
     @classmethod
-    def flops(
-        cls, config: PlainConfig, tokens: int, seq_length: int, sum_squared_lengths: int | None = None
-    ) -> Flops:
+    def flops(cls, config: PlainConfig, tokens: int, seq_length: int, sum_squared_lengths: int | None = None) -> Flops:
         w, squares = config.width, tokens * seq_length if sum_squared_lengths is None else sum_squared_lengths
         matrices = 6 * tokens * (config.depth * 12 * w * w + w * config.vocab_size)
-        return Flops(
-            matrices + 12 * config.depth * w * tokens * seq_length, matrices + 6 * config.depth * w * squares
-        )
+        return Flops(matrices + 12 * config.depth * w * tokens * seq_length, matrices + 6 * config.depth * w * squares)

@@ -1,0 +1,279 @@
+"""For each implemented flag, one observable that it changes.
+
+A case runs what the program itself runs (the model, the schedules, the layout, the tokenizer, ...) with and without the
+flag and compares what comes out. :data:`LATER` names the flags whose effect only a whole training run shows; it is to
+become empty as those cases move here. A flag that is in neither fails, so no new field can be without effect unnoticed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from whole_model import enlarge, make_whole, random_batch
+
+from megatron_lite.cli.environment import variables
+from megatron_lite.config import flags
+from megatron_lite.config.check import check, check_files
+from megatron_lite.config.derived import bucket_parameters, log_directory, precision
+from megatron_lite.config.load import changed, load
+from megatron_lite.config.problem import format_problems
+from megatron_lite.config.schema import RunConfig
+from megatron_lite.config.transformer import TransformerConfig
+from megatron_lite.data.splits import parse_split
+from megatron_lite.mesh.layout import layout_for
+from megatron_lite.model.protocol import load_definition
+from megatron_lite.optim import from_config
+from megatron_lite.train.signals import SignalRequests
+
+Config = RunConfig[Any]
+Observe = Callable[[Config], Any]
+BASE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 61 --seq-length 16 --lr 0.01"
+LONG = f"{BASE} --max-position-embeddings 16 --train-iters 100 --global-batch-size 16"
+
+
+@dataclass(frozen=True)
+class Case:
+    """``flag`` (with values, as typed) added to ``base`` changes what ``observe`` returns."""
+
+    typed: str
+    observe: Observe
+    base: str = LONG
+
+
+def loss(config: Config) -> float:
+    """Training loss of the model on a fixed batch, with enlarged weights so that every part counts."""
+    model = enlarge(make_whole(load_definition(config.architecture), config.model))
+    batch = random_batch(config.data.seq_length, [[0], [0, 5]])
+    with torch.no_grad():
+        return float(model.loss(batch, seed=config.training.seed, step=0, training=True))
+
+
+def specs(config: Config) -> Any:
+    """Names, shapes, initial values and decay of every parameter."""
+    model = make_whole(load_definition(config.architecture), config.model)
+    return {n: (p.spec.full_shape, p.spec.init, p.spec.decay) for n, p in model.by_name.items()}  # type: ignore[union-attr]
+
+
+def padded_vocabulary(config: Config) -> int:
+    from megatron_lite.mesh.collectives import Axis
+    from megatron_lite.tensor.spec import TensorParallel
+
+    multiple = config.model.make_vocab_size_divisible_by
+    return TensorParallel(Axis.single("tp"), vocab_multiple=multiple).padded_vocab(config.model.vocab_size)
+
+
+def batch_sizes(config: Config) -> Any:
+    """(phases of the global batch, length of the training, problems) at dp 2."""
+    layout = layout_for(2)
+    batch = from_config.batch_schedule(config.training, config.data.seq_length, layout.dp)
+    length = from_config.training_length(config.training, batch)
+    return batch.phases, length, from_config.problems(config, layout)
+
+
+def rates(config: Config) -> Any:
+    """Learning rates and weight decay over the training."""
+    batch = from_config.batch_schedule(config.training, config.data.seq_length, 1)
+    of_run = from_config.rates(config.training, config.optimizer, batch)
+    points = range(0, 1700, 40)
+    return [(of_run.learning_rates(s), of_run.weight_decay.at(s)) for s in points]
+
+
+def scale(config: Config) -> Any:
+    """The loss scaler."""
+    return from_config.loss_scaler(config.training, config.optimizer)
+
+
+def layout(config: Config) -> Any:
+    """The layout of 8 ranks."""
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    return layout_for(8, tp=tp, pp=pp)
+
+
+def findings(config: Config) -> str:
+    """What the check of the whole configuration says."""
+    return format_problems([*check(config, 1, [from_config.problems]), *check_files(config)])
+
+
+def on_signals(name: str) -> Observe:
+    """What a signal asks of a run."""
+
+    def observe(config: Config) -> Any:
+        number = getattr(signal, f"SIG{name}")
+        before = signal.signal(number, signal.SIG_IGN)
+        requests = SignalRequests(config.training.exit_signals, config.training.save_signals)
+        requests.install()
+        try:
+            os.kill(os.getpid(), number)
+            return requests.stop, requests.save
+        finally:
+            requests.restore()
+            signal.signal(number, before)
+
+    return observe
+
+
+ROPE = f"{LONG} --position-embedding-type rope"
+SCALED = f"{ROPE} --use-rope-scaling --rope-scaling-original-max-position-embeddings 8 --rope-scaling-factor 4"
+GQA = f"{LONG} --group-query-attention --num-query-groups 2"
+FP16 = f"{LONG} --fp16"
+WSD = f"{LONG} --lr-decay-style WSD --lr-wsd-decay-iters 20"
+SAMPLES = f"{BASE} --max-position-embeddings 16 --train-samples 1600 --global-batch-size 16"
+SAMPLES_WSD = f"{SAMPLES} --lr-decay-style WSD --lr-wsd-decay-samples 320"
+RAMP_WD = f"{LONG} --weight-decay-incr-style linear"
+
+CASES: list[Case] = [
+    # model
+    Case("--model llama", specs),
+    Case("--num-layers 3", specs),
+    Case("--hidden-size 64", specs),
+    Case("--num-attention-heads 2", loss),
+    Case("--ffn-hidden-size 100", specs),
+    Case("--group-query-attention", specs),
+    Case("--num-query-groups 4", specs, GQA),
+    Case("--kv-channels 16", specs),
+    Case("--vocab-size 70", specs),
+    Case("--make-vocab-size-divisible-by 100", padded_vocabulary),
+    Case("--max-position-embeddings 32", specs),
+    Case("--position-embedding-type rope", loss),
+    Case("--rotary-base 100", loss, ROPE),
+    Case("--rotary-percent 0.5", loss, ROPE),
+    Case("--use-rope-scaling", loss, ROPE + " --rope-scaling-original-max-position-embeddings 8"),
+    Case("--rope-scaling-factor 16", loss, SCALED),
+    Case("--rope-scaling-low-freq-factor 0.2", loss, SCALED),
+    Case("--rope-scaling-high-freq-factor 9", loss, SCALED),
+    Case("--rope-scaling-original-max-position-embeddings 64", loss, SCALED),
+    Case("--normalization RMSNorm", loss),
+    Case("--norm-epsilon 0.1", loss),
+    Case("--apply-layernorm-1p", specs),
+    Case("--qk-layernorm", specs),
+    Case("--swiglu", specs),
+    Case("--squared-relu", loss),
+    Case("--no-add-bias-linear", specs),
+    Case("--add-qkv-bias", specs, f"{LONG} --no-add-bias-linear"),
+    Case("--untie-embeddings-and-output-weights", specs),
+    Case("--attention-dropout 0.5", loss),
+    Case("--hidden-dropout 0.5", loss),
+    Case("--init-method-std 0.1", specs),
+    Case("--label-smoothing 0.1", loss),
+    Case("--no-weight-decay-patterns *.query.weight", specs),
+    # parallel
+    Case("--tensor-model-parallel-size 2", layout),
+    Case("--pipeline-model-parallel-size 2", layout),
+    Case("--ddp-bucket-size 1000", lambda c: bucket_parameters(c.parallel, 2)),
+    Case("--device cpu", lambda c: variables(c, gpu=True)),
+    # training
+    Case("--micro-batch-size 16", batch_sizes),
+    Case("--global-batch-size 32", batch_sizes),
+    Case("--rampup-batch-size 8 8 160", batch_sizes),
+    Case('--step-batch-size-schedule "0:8 1K:16"', batch_sizes),
+    Case("--train-iters 50", batch_sizes),
+    Case("--train-samples 3200", batch_sizes, SAMPLES),
+    Case("--seed 7", loss),
+    Case("--bf16", lambda c: precision(c.training)),
+    Case("--fp16", scale),
+    Case("--fp64", lambda c: precision(c.training)),
+    Case("--deterministic", lambda c: variables(c, gpu=True)),
+    Case("--exit-signals USR1", on_signals("INT")),
+    Case("--save-signals USR2 HUP", on_signals("HUP")),
+    Case("--compat megatron", lambda c: {k: v for k, v in changed(c).items() if k[1] != "compat"}),
+    # optimizer
+    Case("--lr 0.02", rates),
+    Case("--min-lr 0.001", rates),
+    Case("--decoupled-lr 0.1", rates),
+    Case("--decoupled-min-lr 0.05", rates, f"{LONG} --decoupled-lr 0.1"),
+    Case("--lr-decay-style cosine", rates),
+    Case("--lr-decay-iters 50", rates),
+    Case("--lr-decay-samples 800", rates, SAMPLES),
+    Case("--lr-warmup-iters 10", rates),
+    Case("--lr-warmup-samples 160", rates, SAMPLES),
+    Case("--lr-warmup-fraction 0.1", rates),
+    Case("--lr-warmup-init 0.005", rates, f"{LONG} --lr-warmup-iters 10"),
+    Case("--lr-wsd-decay-style linear", rates, WSD),
+    Case("--lr-wsd-decay-iters 40", rates, WSD),
+    Case("--lr-wsd-decay-samples 640", rates, SAMPLES_WSD),
+    Case("--lr-scaling-rule sqrt", rates, f"{LONG} --lr-scaling-base-batch 4"),
+    Case("--lr-scaling-base-batch 4", rates, f"{LONG} --lr-scaling-rule linear --lr-scaling-base-batch 8"),
+    Case("--weight-decay 0.1", rates),
+    Case("--start-weight-decay 0", rates, f"{RAMP_WD} --weight-decay 0.1"),
+    Case("--end-weight-decay 0.5", rates, RAMP_WD),
+    Case("--weight-decay-incr-style cosine", rates, f"{RAMP_WD} --start-weight-decay 0 --end-weight-decay 0.1"),
+    Case("--loss-scale 1024", scale, FP16),
+    Case("--initial-loss-scale 1024", scale, FP16),
+    Case("--min-loss-scale 8", scale, FP16),
+    Case("--loss-scale-window 10", scale, FP16),
+    Case("--hysteresis 5", scale, FP16),
+    # data
+    Case("--seq-length 8", loss),
+    Case("--split 1,1,1", lambda c: parse_split(c.data.split)),
+    # checkpoint and logging
+    Case("--load /no/such/directory", findings),
+    Case("--log-dir elsewhere", lambda c: log_directory(c, "now")),
+]
+
+# Flags whose effect is seen in a whole run: steps, saves, loads, files written.
+LATER: frozenset[str] = frozenset(
+    shlex.split(
+        """
+        --sequence-parallel --zero-stage --pipeline-schedule --decoder-first-pipeline-num-layers
+        --decoder-last-pipeline-num-layers --overlap-grad-reduce --distributed-backend --distributed-timeout-minutes
+        --loss-normalization --mask-padded-vocab --recompute-granularity --recompute-method --recompute-num-layers
+        --manual-gc --manual-gc-interval --on-nan --exit-interval --exit-duration-in-mins
+        --clip-grad --clip-grad-value --adam-beta1 --adam-beta2 --adam-eps --grad-reduce-in-bf16
+        --data-path --train-data-path --valid-data-path --test-data-path --mock-data --sample-order --document-mask
+        --eod-mask-loss --num-workers --tokenizer-type --tokenizer-model --tiktoken-pattern --vocab-file --merge-file
+        --eod-token --eval-interval --eval-iters --skip-train
+        --save --save-interval --save-interval-minutes --keep-last --keep-every --save-optim --ckpt-step --load-optim
+        --finetune --exit-on-missing-checkpoint --use-checkpoint-args --override-opt-param-scheduler
+        --use-checkpoint-opt-param-scheduler
+        --log-interval --log-params-norm --log-num-zeros-in-grad --tensorboard-dir --log-timers-to-tensorboard
+        --log-memory-to-tensorboard --log-validation-ppl-to-tensorboard --wandb-project --wandb-exp-name
+        --wandb-save-dir --profile --profile-step-start --profile-step-end --profile-ranks --peak-tflops
+        """
+    )
+)
+
+
+def flag_of(case: Case) -> str:
+    """The positive name of a case's flag."""
+    typed = shlex.split(case.typed)[0]
+    fields = flags.field_flags(TransformerConfig)
+    return next((f.flag for f in fields.values() if typed == f.negative), typed)
+
+
+def implemented() -> list[str]:
+    """Every flag of the list *implemented*."""
+    return [f for f in flags.field_flags(TransformerConfig) if flags.list_of(f, TransformerConfig) == "implemented"]
+
+
+@pytest.mark.parametrize("flag", implemented())
+def test_every_implemented_flag_has_a_case(flag: str) -> None:
+    cases = [case for case in CASES if flag_of(case) == flag]
+    assert len(cases) + (flag in LATER) == 1, f"{flag}: exactly one case, or a place in LATER"
+
+
+def test_no_case_is_of_an_unknown_flag() -> None:
+    assert {flag_of(case) for case in CASES} | LATER == set(implemented())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.typed)
+def test_the_flag_has_its_effect(case: Case) -> None:
+    without = load(shlex.split(case.base)).config
+    typed = shlex.split(case.base) + shlex.split(case.typed)
+    with_flag = load(typed).config
+    assert with_flag != without, "the flag does not reach the configuration"
+    assert case.observe(with_flag) != case.observe(without)
+
+
+def test_cases_repeat() -> None:
+    """What is observed is a function of the configuration alone, so a difference comes from the flag."""
+    config = load(shlex.split(SCALED)).config
+    for observe in (loss, specs, rates, scale, batch_sizes):
+        assert observe(config) == observe(dataclasses.replace(config))

@@ -21,7 +21,8 @@ import traceback
 from pathlib import Path
 from typing import Protocol
 
-from megatron_lite.config.exit_codes import FAILURE, HANG
+from megatron_lite.config.exit_codes import ERROR as FAILURE
+from megatron_lite.config.exit_codes import HANG
 from megatron_lite.mesh.local import RankInfo
 
 POLL_SECONDS = 0.5

@@ -14,7 +14,7 @@ Loss normalisation happens here alone. Backward ran with ``scale / (B * S)`` on 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ FIELDS = (
     "memory_gib", "data_wait",
 )  # fmt: skip
 AT = {name: i for i, name in enumerate(FIELDS)}
+STOP_LIMIT, STOP_SIGNAL = 1, 2
 
 
 class StepBatches(Protocol):
@@ -42,9 +43,12 @@ class StepBatches(Protocol):
 
 @dataclass(frozen=True)
 class HostNumbers:
-    """What the host adds to this rank's vector."""
+    """What the host adds to this rank's vector.
 
-    stop: bool
+    ``stop`` is 0, or why this rank wants to stop after this step (STOP_SIGNAL, STOP_LIMIT).
+    """
+
+    stop: int
     save: bool
     last_step_seconds: float
     memory_gib: float
@@ -61,7 +65,7 @@ class StepReport:
         skipped: the update was not made.
         tokens: valid target tokens of the global batch.
         squared_lengths: sum over documents of the squared length, over the global batch.
-        stop, save: whether any rank asks for it.
+        stop: 0, or the largest reason that any rank gave for stopping; save: whether any rank asks for a save.
         slowest_rank, slowest_seconds: of the step before.
         memory_gib: maximum over ranks.
         data_wait: longest wait of a rank for its batches, in seconds.
@@ -73,7 +77,7 @@ class StepReport:
     skipped: bool
     tokens: int
     squared_lengths: int
-    stop: bool
+    stop: int
     save: bool
     slowest_rank: int
     slowest_seconds: float
@@ -120,11 +124,18 @@ class TrainStep:
         seed: int,
         step: int,
         loss_scale: float,
-        learning_rates: Callable[[str], float],
+        update: int,
+        learning_rates: Mapping[str, float],
         weight_decay: float,
         host: HostNumbers,
     ) -> StepReport:
-        """One step. ``learning_rates`` gives the rate for a parameter's tag."""
+        """One step.
+
+        Args:
+            step: number of this step, for dropout (skipped steps count).
+            update: number of this update if it is made, the first is 1 (skipped steps do not count).
+            learning_rates: by parameter tag, ``""`` for the rest.
+        """
         micro = batches.microbatches
         tokens_of_row = micro[0].rows * micro[0].seq_length
         if self._by_token:
@@ -141,13 +152,10 @@ class TrainStep:
             unscale = torch.full_like(tokens, 1.0 / (loss_scale * len(micro) * self.mesh.layout.dp))
         bad = table[:, AT["non_finite"]].sum() + (~torch.isfinite(table[:, AT["loss"]])).sum()
         norm = table[:, AT["norm_squared"]].sum().sqrt() * unscale
-        self.optimizer.step(
-            learning_rates,
-            weight_decay,
-            factor=unscale * clip_factor(norm, self._clip_grad),
-            skip=bad > 0,
-            clip_value=self._clip_value,
-        )
+        if self._clip_value is not None:
+            self.optimizer.clip_values(self._clip_value, unscale)
+        factor = unscale * clip_factor(norm, self._clip_grad)
+        self.optimizer.step(learning_rates, weight_decay, factor, bad > 0, update=update)
         numbers = torch.cat([table.reshape(-1), norm.reshape(1), bad.reshape(1).to(norm.dtype)]).cpu()  # the one host read
         return self._report(numbers, len(micro))
 
@@ -165,8 +173,9 @@ class TrainStep:
         vector[AT["seconds"]], vector[AT["memory_gib"]] = host.last_step_seconds, host.memory_gib
         vector[AT["data_wait"]] = batches.wait_seconds
         vector = vector.to(self.mesh.device, non_blocking=True)
-        vector[AT["norm_squared"]] = self.optimizer.norm_squared()
-        vector[AT["non_finite"]] = self.optimizer.non_finite()
+        norm_squared = self.optimizer.norm_squared()
+        vector[AT["norm_squared"]] = norm_squared
+        vector[AT["non_finite"]] = self.optimizer.non_finite(norm_squared)
         if self._reports_loss and sums.loss_sum is not None:
             vector[AT["loss"]] = sums.loss_sum
         if self._reports_aux and sums.aux_sum is not None:
@@ -189,7 +198,7 @@ class TrainStep:
             skipped=bad > 0,
             tokens=tokens,
             squared_lengths=int(table[:, AT["squared_lengths"]].sum()),
-            stop=bool(table[:, AT["stop"]].any()),
+            stop=int(table[:, AT["stop"]].max()),
             save=bool(table[:, AT["save"]].any()),
             slowest_rank=int(seconds.argmax()),
             slowest_seconds=float(seconds.max()),

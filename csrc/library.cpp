@@ -17,4 +17,8 @@ STABLE_TORCH_LIBRARY(megatron_lite, m) {
       "adamw_(Tensor(a!) param_out, Tensor(b!) master, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
       "float decay, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2, float step_size, "
       "float inverse_root, float eps, float factor, Tensor? factor_tensor, Tensor? skip, int isa) -> ()");
+  m.def("philox_normal(Tensor(a!) out, Tensor table, Tensor start, int key0, int key1, float std, int isa=-1) -> ()");
+  m.def(
+      "philox_keep(Tensor(a!) out, Tensor start, Tensor above1, Tensor above2, Tensor above3, int key0, int key1, "
+      "int threshold, int isa=-1) -> ()");
 }

@@ -5,6 +5,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <type_traits>
+
 #include "numbers.h"
 
 namespace megatron_lite {
@@ -29,6 +31,14 @@ struct DtypeOf<bf16> {
 template <>
 struct DtypeOf<fp16> {
   static constexpr ScalarType value = ScalarType::Half;
+};
+template <>
+struct DtypeOf<int64_t> {
+  static constexpr ScalarType value = ScalarType::Long;
+};
+template <>
+struct DtypeOf<bool> {
+  static constexpr ScalarType value = ScalarType::Bool;
 };
 
 // The caller in Python chooses by the same conditions; these checks keep a wrong call from reading wild memory.

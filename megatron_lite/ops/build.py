@@ -35,8 +35,8 @@ PACKAGE = Path(__file__).resolve().parent.parent
 LEAST_TORCH = (2, 11)
 TARGET_ABI = "0x020b000000000000"  # the oldest torch whose stable ABI the sources use: 2.11
 DEFAULT_ARCHITECTURES = ("80", "90")
-CPU_SOURCES = ("library.cpp", "rms_norm_cpu.cpp", "swiglu_cpu.cpp", "adamw_cpu.cpp")
-CUDA_SOURCES = ("rms_norm_cuda.cu", "swiglu_cuda.cu", "adamw_cuda.cu")
+CPU_SOURCES = ("library.cpp", "rms_norm_cpu.cpp", "swiglu_cpu.cpp", "adamw_cpu.cpp", "philox_cpu.cpp")
+CUDA_SOURCES = ("rms_norm_cuda.cu", "swiglu_cuda.cu", "adamw_cuda.cu", "philox_cuda.cu")
 CUDA_HOST_SOURCES = ("cuda_host.cpp",)
 INDEX_SOURCES = ("data_index.cpp",)
 # One rounding per operation (no contraction), on every instruction set; errno and traps would forbid vector code.
@@ -85,8 +85,8 @@ def find_torch() -> Torch:
     for root in places:
         if (root / "version.py").is_file() and (root / "include/torch/csrc/stable").is_dir():
             text = (root / "version.py").read_text()
-            version = re.search(r"^__version__ = ['\"](.+?)['\"]", text, re.M)
-            cuda = re.search(r"^cuda\b[^=]*= ['\"](.+?)['\"]", text, re.M)
+            version = re.search(r"^__version__ = ['\"](.+?)['\"]", text, re.MULTILINE)
+            cuda = re.search(r"^cuda\b[^=]*= ['\"](.+?)['\"]", text, re.MULTILINE)
             assert version is not None
             found = Torch(version.group(1), cuda.group(1) if cuda else None, root)
             if found.release < LEAST_TORCH:
@@ -135,7 +135,7 @@ def compiler_version(compiler: Sequence[str]) -> str:
         BuildError: when the compiler does not run.
     """
     text = run([*compiler, "-dM", "-E", "-x", "c++", "/dev/null"])
-    defined = dict(re.findall(r"^#define (\w+) (\S+)", text, re.M))
+    defined = dict(re.findall(r"^#define (\w+) (\S+)", text, re.MULTILINE))
     if "__clang_major__" in defined:
         return f"clang{defined['__clang_major__']}"
     return f"gcc{defined.get('__GNUC__', '')}"
@@ -155,7 +155,7 @@ def run(command: Sequence[str | Path]) -> str:
     """Run a command; its output, or BuildError with the end of it."""
     text = [str(part) for part in command]
     try:
-        done = subprocess.run(text, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+        done = subprocess.run(text, check=False, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{text[0]} could not be run: {error}") from error
     if done.returncode != 0:

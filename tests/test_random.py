@@ -38,7 +38,9 @@ def whole(*shape: int) -> Rectangle:
     return Rectangle((0,) * len(shape), shape)
 
 
-def normals(seed: int, name: str, shape: tuple[int, ...], box: Rectangle | None = None, **options: object) -> torch.Tensor:
+def normals(
+    seed: int, name: str, shape: tuple[int, ...], box: Rectangle | None = None, **options: object
+) -> torch.Tensor:
     box = box or whole(*shape)
     out = torch.empty(box.size, dtype=options.get("dtype", torch.float32))  # type: ignore[call-overload]
     normal_slice(seed, name, shape, box, float(options.get("std", 1.0)), out)  # type: ignore[arg-type]
@@ -320,7 +322,9 @@ def test_dropout_leaves_torchs_generator_alone() -> None:
 # ---- initial weights
 
 
-def shards(tp: int, axes: tuple[str | None, ...], shape: tuple[int, ...], dtype: torch.dtype, **options: object) -> list:
+def shards(
+    tp: int, axes: tuple[str | None, ...], shape: tuple[int, ...], dtype: torch.dtype, **options: object
+) -> list:
     parameters = []
     for index in range(tp):
         axis = Axis("tp", tuple(range(tp)), index, group=object())
@@ -344,9 +348,7 @@ def shards(tp: int, axes: tuple[str | None, ...], shape: tuple[int, ...], dtype:
         (("position", "embed"), (7, 10)),
     ],
 )
-def test_every_tp_starts_from_the_same_bits(
-    axes: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_every_tp_starts_from_the_same_bits(axes: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> None:
     expected = normals(9, "blocks.0.w", shape, std=0.02).to(dtype)
     for tp in (1, 2, 4):
         full = torch.full(shape, torch.nan, dtype=dtype)

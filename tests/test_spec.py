@@ -114,7 +114,7 @@ def test_a_padded_vocabulary_has_true_rows_only_in_its_boxes() -> None:
 
 
 def test_sizes_that_do_not_divide_and_unknown_axes_are_refused() -> None:
-    with pytest.raises(ValueError, match="63 .ffn. cannot be split over 2 .* divides 63"):
+    with pytest.raises(ValueError, match=r"63 .ffn. cannot be split over 2 .* divides 63"):
         parallel_of(2, 0).local_shape(("ffn", "embed"), (63, 8))
     with pytest.raises(ValueError, match="unknown logical axis 'fnn': known are embed"):
         axes_or_none(("fnn",))

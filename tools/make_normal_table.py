@@ -1,10 +1,10 @@
 """Write megatron_lite/tensor/normal_table.py: the polynomials of the inverse normal.
 
-Random words become normal numbers by a table of polynomials that is part of the definition of the initial weights, so it
-is made once and stored; this says where it came from, and a test makes part of it again. For each octave
-p in [2^e, 2^(e+1)) * 2^-33 of the tail probability, e = 0..31, the function -Phi^-1(p) / (1/2 - p) of s = p / 2^(e-33) - 3/2
-is interpolated in the 14 Chebyshev points of [-1/2, 1/2], in 60 digits, and the coefficients of s^0..s^13 are rounded to
-doubles. The relative error of the result is below 1e-12.
+Random words become normal numbers by a table of polynomials that is part of the definition of the initial weights, so
+it is made once and stored; this says where it came from, and a test makes part of it again. For each octave p in
+[2^e, 2^(e+1)) * 2^-33 of the tail probability, e = 0..31, the function -Phi^-1(p) / (1/2 - p) of s = p / 2^(e-33) -
+3/2 is interpolated in the 14 Chebyshev points of [-1/2, 1/2], in 60 digits, and the coefficients of s^0..s^13 are
+rounded to doubles. The relative error of the result is below 1e-12.
 
 Usage: python tools/make_normal_table.py > megatron_lite/tensor/normal_table.py   (mpmath comes with torch)
 """
@@ -20,7 +20,7 @@ from mpmath import mpf
 DEGREE = 13
 OCTAVES = 32
 
-HEADER = '''"""Polynomials of the inverse normal, as doubles in big-endian hexadecimal: made by tools/make_normal_table.py.
+HEADER = '''"""Polynomials of the inverse normal, as doubles in big-endian hexadecimal, by tools/make_normal_table.py.
 
 Row e has the coefficients of s^0 .. s^13 for octave e; random.py says how they are used.
 """

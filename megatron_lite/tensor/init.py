@@ -1,7 +1,7 @@
 """Initial weights: what each parameter's spec says, this rank's box of it and nothing more.
 
-The full tensor is a function of (seed, name) alone (random.py), so every layout starts from the same model. A tied tensor
-is named by its canonical name and starts the same on every holder. Rows that only pad the vocabulary are zero.
+The full tensor is a function of (seed, name) alone (random.py), so every layout starts from the same model. A tied
+tensor is named by its canonical name and starts the same on every holder. Rows that only pad the vocabulary are zero.
 
 Source of the distribution: N(0, std), std / sqrt(2 L) for projections back into the residual stream, as in GPT-2.
 """

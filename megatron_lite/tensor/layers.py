@@ -105,7 +105,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> list[torch.Tensor]:
-    """Outputs of several column-parallel layers on one input, which is gathered once and whose gradient is reduced once.
+    """Outputs of several column-parallel layers on one input: one gather of it, one reduction of its gradient.
 
     Args:
         x: [T, in], or this rank's [T / tp, in] under sequence parallelism.
@@ -119,7 +119,7 @@ def column_parallel(x: torch.Tensor, layers: Sequence[ColumnParallelLinear]) -> 
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with the columns of W (``axes[1]``) split over tp; partial products are summed, the bias added once.
+    """y = x W^T + b with the columns of W (``axes[1]``) split over tp: products are summed, then the bias is added.
 
     The output is the same on every rank, or a slice of the tokens under sequence parallelism.
     """
@@ -240,7 +240,7 @@ class LayerNorm(nn.Module):
 
 
 def own_tokens(x: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """This rank's slice of something that is given for every token: [T, ...] to [T / tp, ...] under sequence parallelism."""
+    """This rank's slice, under sequence parallelism, of what is given for every token: [T, ...] to [T / tp, ...]."""
     if not parallel.sequence_parallel or parallel.axis.size == 1:
         return x
     n = slice_length(x.shape[0], parallel.axis.size)
@@ -265,8 +265,8 @@ def _check_ids(ids: torch.Tensor, vocab_size: int, what: str, seq_length: int, f
         row, position = divmod(at, seq_length)
         raise ValueError(
             f"{what} id {int(ids[at])} (row {first_row + row} of the global batch, position {position}) is outside the "
-            f"vocabulary of {vocab_size}: ids run from 0 to {vocab_size - 1}; the data was tokenized with another tokenizer, "
-            f"or --vocab-size is too small"
+            f"vocabulary of {vocab_size}: ids run from 0 to {vocab_size - 1}; the data was tokenized with another "
+            f"tokenizer, or --vocab-size is too small"
         )
 
 

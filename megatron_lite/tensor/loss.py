@@ -50,7 +50,8 @@ def vocab_parallel_cross_entropy(
         Scalar, fp32 or fp64, the same on every rank of the axis. Not divided by anything.
 
     Raises:
-        ValueError: label smoothing outside [0, 1], or (on a CPU, where looking is free) a target outside the vocabulary.
+        ValueError: label smoothing outside [0, 1], or, on a CPU, where looking is free, a target outside the
+            vocabulary.
     """
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label smoothing {label_smoothing} is not in [0, 1]")
@@ -63,7 +64,7 @@ def vocab_parallel_cross_entropy(
 
 
 def gather_vocab(logits: torch.Tensor, parallel: TensorParallel, vocab_size: int) -> torch.Tensor:
-    """All columns on every rank, without padding: [T, padded V / tp] to [T, V]. No gradient: for generation and tests."""
+    """All columns on every rank, without padding: [T, padded V / tp] to [T, V]. No gradient: for generation."""
     axis = parallel.axis
     if axis.size == 1:
         return logits[:, :vocab_size].detach()
@@ -93,7 +94,7 @@ class _CrossEntropy(torch.autograd.Function):
         local = targets - first
         here = (local >= 0) & (local < true)
         local = local.clamp(0, columns - 1)
-        # Sums over this rank's columns: of exponentials, of the target's logit, and of all logits; all minus the largest.
+        # Over this rank's columns: sum of exponentials, the target's logit, sum of logits; all minus the largest.
         sums = exps.new_zeros((3 if smoothing else 2, len(targets)))
         sums[1] = torch.where(here, exps.gather(1, local[:, None])[:, 0], 0)
         if smoothing:
@@ -148,6 +149,6 @@ def _check_targets(targets: torch.Tensor, weights: torch.Tensor, vocab_size: int
     if outside.any():
         at = int(outside.nonzero()[0])
         raise ValueError(
-            f"target id {int(targets[at])} (token {at} of the microbatch) is outside the vocabulary of {vocab_size}: ids "
-            f"run from 0 to {vocab_size - 1}"
+            f"target id {int(targets[at])} (token {at} of the microbatch) is outside the vocabulary of {vocab_size}: "
+            f"ids run from 0 to {vocab_size - 1}"
         )

@@ -1,4 +1,4 @@
-"""Polynomials of the inverse normal, as doubles in big-endian hexadecimal: made by tools/make_normal_table.py.
+"""Polynomials of the inverse normal, as doubles in big-endian hexadecimal, by tools/make_normal_table.py.
 
 Row e has the coefficients of s^0 .. s^13 for octave e; random.py says how they are used.
 """

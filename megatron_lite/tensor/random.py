@@ -1,19 +1,19 @@
 """Random numbers that are addressed, not drawn.
 
-Every random number is a function of where it stands: an initial weight of (seed, name of the tensor, index in the full
-tensor), a dropout decision of (seed, step, layer, site, row of the global batch, position in the row, feature or head). A
-rank computes the numbers of the elements it holds and no others; there is no state to save, to fork or to keep in step,
-and no layout, dtype, thread count or machine changes a bit.
+Every random number is a function of where it stands: an initial weight of (seed, name of the tensor, index in the
+full tensor), a dropout decision of (seed, step, layer, site, row of the global batch, position in the row, feature or
+head). A rank computes the numbers of the elements it holds and no others; there is no state to save, to fork or to
+keep in step, and no layout, dtype, thread count or machine changes a bit.
 
-*Generator.* Philox 4x32-10 (Salmon et al., SC 2011): a bijection of 128-bit counters under a 64-bit key, which gives four
-32-bit words. Keys are BLAKE2b of the seed and a name. Along its last axis an address has an index i: word i % 4 of the
-counter whose first part is i // 4. Here it is integer arithmetic in int64 that never overflows.
+*Generator.* Philox 4x32-10 (Salmon et al., SC 2011): a bijection of 128-bit counters under a 64-bit key, which gives
+four 32-bit words. Keys are BLAKE2b of the seed and a name. Along its last axis an address has an index i: word i % 4
+of the counter whose first part is i // 4. Here it is integer arithmetic in int64 that never overflows.
 
-*Normal.* Word w gives sign w >> 31 and, from n = 2 * (w % 2^31) + 1, the tail p = n * 2^-33 in (0, 1/2). With n = 2^e * f,
-1 <= f < 2, and s = f - 3/2, the number is z = (1/2 - p) * (c0 + s * (c1 + s * (... + s * c13))), c = row e of a table
-(normal_table.py), all in fp64, each operation rounded by itself: IEEE + - and * give the same bits everywhere, which a
-logarithm, or a fused multiply-add, does not. z * std is rounded to fp32, and then to the dtype asked for. The largest
-number is 6.34; within 1e-12 of the exact quantile.
+*Normal.* Word w gives sign w >> 31 and, from n = 2 * (w % 2^31) + 1, the tail p = n * 2^-33 in (0, 1/2). With n = 2^e
+* f, 1 <= f < 2, and s = f - 3/2, the number is z = (1/2 - p) * (c0 + s * (c1 + s * (... + s * c13))), c = row e of a
+table (normal_table.py), all in fp64, each operation rounded by itself: IEEE + - and * give the same bits everywhere,
+which a logarithm, or a fused multiply-add, does not. z * std is rounded to fp32, and then to the dtype asked for. The
+largest number is 6.34; within 1e-12 of the exact quantile.
 
 :func:`normal_rows` is that definition in torch; a compiled kernel that follows it exactly may stand in (see there).
 """
@@ -127,9 +127,7 @@ def normal_table(device: torch.device | str = "cpu") -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device).view(32, -1)
 
 
-def normal_rows(
-    out: torch.Tensor, table: torch.Tensor, start: torch.Tensor, key0: int, key1: int, std: float
-) -> None:
+def normal_rows(out: torch.Tensor, table: torch.Tensor, start: torch.Tensor, key0: int, key1: int, std: float) -> None:
     """Fill rows of normal numbers: the definition, and what a kernel ``philox_normal`` has to do bit for bit.
 
     For every row r and i < L: j = start[r] + i; counter = (j // 4 mod 2^32, j // 4 div 2^32, 0, 0);
@@ -153,8 +151,12 @@ def normal_rows(
 
 def compiled_normal(device: torch.device) -> NormalKernel | None:
     """The compiled stand-in for :func:`normal_rows` on this device, if there is one."""
-    if device.type in ("cpu", "cuda") and missing(device.type) is None and hasattr(torch.ops.megatron_lite, "philox_normal"):
-        return torch.ops.megatron_lite.philox_normal  # type: ignore[no-any-return]
+    if (
+        device.type in ("cpu", "cuda")
+        and missing(device.type) is None
+        and hasattr(torch.ops.megatron_lite, "philox_normal")
+    ):
+        return torch.ops.megatron_lite.philox_normal
     return None
 
 
@@ -282,9 +284,7 @@ def attention_dropout(
     return _drop(weights, _keep(p, key, start, keys, above).view(weights.shape), p)
 
 
-def _keep(
-    p: float, key: DropoutKey, start: torch.Tensor, length: int, above: tuple[torch.Tensor, ...]
-) -> torch.Tensor:
+def _keep(p: float, key: DropoutKey, start: torch.Tensor, length: int, above: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """bool [R, length]: word >= p * 2^32."""
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability {p} is not in [0, 1]")

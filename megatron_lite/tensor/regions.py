@@ -88,8 +88,8 @@ def slice_length(tokens: int, ranks: int) -> int:
     """
     if tokens % ranks:
         raise ValueError(
-            f"sequence-parallel: {tokens} tokens (micro-batch-size x seq-length) cannot be cut into {ranks} equal slices; "
-            f"choose a seq-length that tensor-model-parallel-size {ranks} divides"
+            f"sequence-parallel: {tokens} tokens (micro-batch-size x seq-length) cannot be cut into {ranks} equal "
+            f"slices; choose a seq-length that tensor-model-parallel-size {ranks} divides"
         )
     return tokens // ranks
 

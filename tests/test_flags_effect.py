@@ -8,6 +8,7 @@ become empty as those cases move here. A flag that is in neither fails, so no ne
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shlex
 import signal
@@ -241,35 +242,44 @@ LATER: frozenset[str] = frozenset(
 )
 
 
+FIELDS = flags.field_flags(TransformerConfig)
+IMPLEMENTED = [f for f in FIELDS if f not in flags.ABSENT]
+POSITIVE = {f.negative: f.flag for f in FIELDS.values() if f.negative}
+
+
 def flag_of(case: Case) -> str:
     """The positive name of a case's flag."""
     typed = shlex.split(case.typed)[0]
-    fields = flags.field_flags(TransformerConfig)
-    return next((f.flag for f in fields.values() if typed == f.negative), typed)
+    return POSITIVE.get(typed, typed)
 
 
-def implemented() -> list[str]:
-    """Every flag of the list *implemented*."""
-    return [f for f in flags.field_flags(TransformerConfig) if flags.list_of(f, TransformerConfig) == "implemented"]
+@functools.cache
+def base_config(base: str) -> Config:
+    """Many cases share a base; it is read once."""
+    return load(shlex.split(base)).config
 
 
-@pytest.mark.parametrize("flag", implemented())
+@functools.cache
+def without_flag(base: str, observe: Observe) -> Any:
+    """What is observed without the flag."""
+    return observe(base_config(base))
+
+
+@pytest.mark.parametrize("flag", IMPLEMENTED)
 def test_every_implemented_flag_has_a_case(flag: str) -> None:
     cases = [case for case in CASES if flag_of(case) == flag]
     assert len(cases) + (flag in LATER) == 1, f"{flag}: exactly one case, or a place in LATER"
 
 
 def test_no_case_is_of_an_unknown_flag() -> None:
-    assert {flag_of(case) for case in CASES} | LATER == set(implemented())
+    assert {flag_of(case) for case in CASES} | LATER == set(IMPLEMENTED)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.typed)
 def test_the_flag_has_its_effect(case: Case) -> None:
-    without = load(shlex.split(case.base)).config
-    typed = shlex.split(case.base) + shlex.split(case.typed)
-    with_flag = load(typed).config
-    assert with_flag != without, "the flag does not reach the configuration"
-    assert case.observe(with_flag) != case.observe(without)
+    with_flag = load(shlex.split(case.base) + shlex.split(case.typed)).config
+    assert with_flag != base_config(case.base), "the flag does not reach the configuration"
+    assert case.observe(with_flag) != without_flag(case.base, case.observe)
 
 
 def test_cases_repeat() -> None:

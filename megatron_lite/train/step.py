@@ -144,7 +144,7 @@ class TrainStep:
             scales = [loss_scale / max(1, b.valid_tokens) for b in micro]
         self.gradients.zero()
         sums = self.runtime.train(micro, seed=seed, step=step, scales=scales, gradients=self.gradients)
-        table = self._exchange(sums, batches, scales, loss_scale, host)
+        table = self._exchange(sums, batches, host)
         tokens = table[:, AT["tokens"]].sum()
         if self._by_token:
             unscale = tokens_of_row / (loss_scale * tokens.clamp(min=1.0))
@@ -156,12 +156,10 @@ class TrainStep:
             self.optimizer.clip_values(self._clip_value, unscale)
         factor = unscale * clip_factor(norm, self._clip_grad)
         self.optimizer.step(learning_rates, weight_decay, factor, bad > 0, update=update)
-        numbers = torch.cat([table.reshape(-1), norm.reshape(1), bad.reshape(1).to(norm.dtype)]).cpu()  # the one host read
-        return self._report(numbers, len(micro))
+        numbers = torch.cat([table.reshape(-1), torch.stack([unscale, norm, bad.to(norm.dtype)])]).cpu()  # the one host read
+        return self._report(numbers)
 
-    def _exchange(
-        self, sums: Any, batches: StepBatches, scales: Sequence[float], loss_scale: float, host: HostNumbers
-    ) -> torch.Tensor:
+    def _exchange(self, sums: Any, batches: StepBatches, host: HostNumbers) -> torch.Tensor:
         """This rank's vector and everybody's: fp64 [world, len(FIELDS)]."""
         micro = batches.microbatches
         vector = torch.zeros(len(FIELDS), dtype=torch.float64)
@@ -184,16 +182,15 @@ class TrainStep:
         self.mesh.axis("world").all_gather(table, vector).wait()
         return table
 
-    def _report(self, numbers: torch.Tensor, microbatches: int) -> StepReport:
-        table = numbers[:-2].view(-1, len(FIELDS)).numpy()
-        norm, bad = float(numbers[-2]), float(numbers[-1])
+    def _report(self, numbers: torch.Tensor) -> StepReport:
+        table = numbers[:-3].view(-1, len(FIELDS)).numpy()
+        unscale, norm, bad = numbers[-3:].tolist()
         self._check_digests(table[:, AT["digest"]])
         tokens = int(table[:, AT["tokens"]].sum())
-        count = max(1, tokens) if self._by_token else microbatches * self.mesh.layout.dp
         seconds = table[:, AT["seconds"]]
         return StepReport(
-            loss=float(table[:, AT["loss"]].sum()) / count,
-            aux_loss=float(table[:, AT["aux"]].sum()) / count,
+            loss=float(table[:, AT["loss"]].sum()) * unscale,
+            aux_loss=float(table[:, AT["aux"]].sum()) * unscale,
             grad_norm=norm,
             skipped=bad > 0,
             tokens=tokens,

@@ -1,0 +1,336 @@
+"""The equivalence matrix: the same run in every layout, against one process, in fp64.
+
+A :class:`Case` is a model, a global batch and a layout. :func:`run_case` trains it for three steps on the ranks of the
+layout through the very objects that a training run uses, and :func:`compare` holds the result against the case with one
+rank: loss and gradient norm of every step, every gradient and every weight. What *equal* means is derived, not tuned: a
+tensor agrees when max|a - b| <= 1e-12 * max(max|ref|, s), s being a thousandth of the root mean square of all gradients
+(or weights). Rounding alone stays below it, a fault lies at 1e-4 and above. Initial weights, and all copies of a
+replicated parameter, are equal bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_lite.config.schema import OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron_lite.config.schema_io import DataConfig
+from megatron_lite.config.transformer import LlamaConfig, TransformerConfig
+from megatron_lite.data.batch import Batch, Row, make_batch
+from megatron_lite.mesh.layout import Layout
+from megatron_lite.mesh.mesh import ProcessMesh
+from megatron_lite.optim.shares import slot_shares
+from megatron_lite.train.assemble import Assembly, assemble, kv_heads
+from megatron_lite.train.step import HostNumbers, StepReport
+
+TOLERANCE = 1e-12
+STEPS = 3
+EXACT_ZERO = "attention.key.bias"  # softmax does not see a constant added to every score of a query
+
+TINY: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 64,
+    "vocab_size": 61,
+    "max_position_embeddings": 16,
+    "make_vocab_size_divisible_by": 8,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "init_method_std": 0.1,
+}
+
+
+def tiny_gpt(**changes: Any) -> TransformerConfig:
+    """A GPT of four small blocks."""
+    return TransformerConfig(**{**TINY, **changes})
+
+
+def tiny_llama(**changes: Any) -> LlamaConfig:
+    """A Llama of four small blocks, two key/value heads for four query heads."""
+    return LlamaConfig(**{**TINY, "group_query_attention": True, "num_query_groups": 2, **changes})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the matrix.
+
+    Attributes:
+        layout: sizes of the axes.
+        model: the model's configuration; architecture: ``--model``.
+        global_batch, micro_batch: samples; the former is the same in every layout of one comparison.
+        parallel, training, optimizer: further options of the run, by field name.
+        documents: rows hold several documents; otherwise one.
+    """
+
+    layout: Layout = field(default_factory=Layout)
+    model: Any = field(default_factory=tiny_llama)
+    architecture: str = "llama"
+    global_batch: int = 12
+    micro_batch: int = 1
+    seq_length: int = 16
+    parallel: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    documents: bool = True
+
+    @property
+    def name(self) -> str:
+        """A short name for reports."""
+        size = self.layout
+        parts = [f"tp{size.tp}", f"pp{size.pp}", f"dp{size.dp}", f"mbs{self.micro_batch}"]
+        options = {**self.parallel, **self.training, **self.optimizer}
+        parts += [k if v is True else f"{k}={v}" for k, v in options.items()]
+        return " ".join(parts)
+
+    def config(self) -> RunConfig[Any]:
+        """The run's configuration."""
+        parallel = ParallelConfig(
+            **{
+                "tensor_model_parallel_size": self.layout.tp,
+                "pipeline_model_parallel_size": self.layout.pp,
+                "ddp_bucket_size": 3000,
+                **self.parallel,
+            }
+        )
+        training = TrainingConfig(
+            **{
+                "micro_batch_size": self.micro_batch,
+                "global_batch_size": self.global_batch,
+                "train_iters": STEPS,
+                "fp64": True,
+                "seed": 1,
+                **self.training,
+            }
+        )
+        optimizer = OptimizerConfig(**{"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, **self.optimizer})
+        data = DataConfig(seq_length=self.seq_length)
+        return RunConfig(self.model, parallel, training, optimizer, data, architecture=self.architecture)
+
+    def alone(self) -> Case:
+        """The same run in one process."""
+        return replace(self, layout=Layout(), micro_batch=2, parallel={}, training=self._numbers_only(self.training))
+
+    @staticmethod
+    def _numbers_only(training: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in training.items() if not k.startswith("recompute") and k != "deterministic"}
+
+
+def sample(case: Case, index: int) -> Row:
+    """Row ``index`` of an endless made-up data set: random tokens, documents of random lengths."""
+    rng = np.random.default_rng([7, index])
+    tokens = rng.integers(0, case.model.vocab_size, case.seq_length + 1)
+    starts = [0]
+    if case.documents:
+        while (cut := starts[-1] + int(rng.integers(1, case.seq_length))) <= case.seq_length:
+            starts.append(cut)
+    return Row(tokens.astype(np.int64), np.array(starts), index)
+
+
+def microbatches(case: Case, step: int, dp: int) -> list[Batch]:
+    """The batches of one data-parallel rank in one step; every fifth row has no valid target at all."""
+    size, ranks = case.micro_batch, case.layout.dp
+    batches = []
+    for m in range(case.global_batch // (size * ranks)):
+        first = m * size * ranks + dp * size
+        rows = [sample(case, step * case.global_batch + first + b) for b in range(size)]
+        batch = make_batch(rows, first)
+        mask = batch.loss_mask.clone().view(size, -1)
+        for b, row in enumerate(rows):
+            if row.index % 5 == 4:
+                mask[b] = 0
+        batches.append(replace(batch, loss_mask=mask.view(-1), valid_tokens=int(mask.sum())))
+    return batches
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What a loader gives for a step."""
+
+    microbatches: list[Batch]
+    digest: int
+    valid_tokens: int
+    wait_seconds: float = 0.0
+
+
+def batches_of(case: Case, step: int, dp: int) -> Batches:
+    """The batches of a step as the trainer takes them."""
+    micro = microbatches(case, step, dp)
+    return Batches(micro, digest=step * 1000 + dp, valid_tokens=sum(b.valid_tokens for b in micro))
+
+
+def one_step(assembly: Assembly, case: Case, step: int) -> StepReport:
+    """Train one step of a case."""
+    config = case.config()
+    return assembly.step.run(
+        batches_of(case, step, assembly.mesh.coords.dp),
+        seed=config.training.seed,
+        step=step,
+        loss_scale=1.0,
+        update=step + 1,
+        learning_rates={"": 1e-2},
+        weight_decay=config.optimizer.weight_decay,
+        host=HostNumbers(0, False, 0.0, 0.0),
+    )
+
+
+Piece = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], np.ndarray]  # name, full shape, start, size, values
+
+
+def weights_of(assembly: Assembly) -> list[Piece]:
+    """Every parameter of this rank as a rectangle of its full tensor (padding left out)."""
+    pieces = []
+    for name, parameter in assembly.stage.parameters_by_name().items():
+        box = assembly.definition.parallel.rectangle(parameter.spec)  # type: ignore[attr-defined]
+        local = parameter.detach()[tuple(slice(0, n) for n in box.size)]
+        pieces.append((name, parameter.spec.full_shape, box.start, box.size, local.cpu().numpy().copy()))  # type: ignore[attr-defined]
+    return pieces
+
+
+def gradients_of(assembly: Assembly) -> list[Piece]:
+    """This rank's share of the summed gradients; with the other ranks' every element once."""
+    pieces = []
+    for part in assembly.optimizer.measure.counted():
+        flat = assembly.gradients.gradients[part.bucket.buffer][part.begin : part.end]
+        state = {"weight": flat, "exp_avg": flat, "exp_avg_sq": flat}
+        for share in slot_shares(assembly.definition.parallel, part.slot, part.begin - part.slot.begin, state):
+            if share.kind == "weight":
+                box = share.rectangle
+                values = share.tensor.view(box.size).cpu().numpy().copy()
+                pieces.append((share.name, share.full_shape, box.start, box.size, values))
+    return pieces
+
+
+@dataclass
+class RankResult:
+    """What one rank reports of a case."""
+
+    losses: list[float]
+    aux_losses: list[float]
+    norms: list[float]
+    initial: list[Piece]
+    gradients: list[Piece]  # of the last step, unscaled by the trainer's factor only in the update, so relative to it
+    weights: list[Piece]
+
+
+def run_case(case: Case) -> RankResult:
+    """Train a case on this rank; the default group has the size of its layout."""
+    mesh = ProcessMesh.open(case.layout, kv_heads=kv_heads(case.model), numbered=True)
+    assembly = assemble(case.config(), mesh)
+    result = RankResult([], [], [], weights_of(assembly), [], [])
+    for step in range(STEPS):
+        report = one_step(assembly, case, step)
+        result.losses.append(report.loss)
+        result.aux_losses.append(report.aux_loss)
+        result.norms.append(report.grad_norm)
+    # Backward carries 1 / (B * S); times B * S it is the gradient of the loss sum, the same number in every layout.
+    factor = case.micro_batch * case.seq_length
+    result.gradients = [(n, f, s, z, v * factor) for n, f, s, z, v in gradients_of(assembly)]
+    result.weights = weights_of(assembly)
+    assembly.gradients.close()
+    mesh.close()
+    return result
+
+
+class Mismatch(AssertionError):
+    """A layout that does not compute what one process computes."""
+
+
+def full_tensors(results: Sequence[list[Piece]], what: str, *, once: bool) -> dict[str, np.ndarray]:
+    """Full tensors from the ranks' pieces. Copies must be equal bit by bit; ``once``: there may be none."""
+    full: dict[str, np.ndarray] = {}
+    seen: dict[str, np.ndarray] = {}
+    for rank, pieces in enumerate(results):
+        for name, shape, start, size, values in pieces:
+            array = full.setdefault(name, np.zeros(shape))
+            count = seen.setdefault(name, np.zeros(shape, dtype=np.int32))
+            box = tuple(slice(b, b + n) for b, n in zip(start, size, strict=True))
+            if once and (count[box] > 0).any():
+                raise Mismatch(f"{what} {name}: rank {rank} counts elements that another rank counts too")
+            known = count[box] > 0
+            if not np.array_equal(array[box][known], values[known]):
+                worst = np.abs(array[box] - values)[known].max()
+                raise Mismatch(f"{what} {name}: rank {rank} holds another copy than the ranks before it (by {worst:.3g})")
+            array[box] = values
+            count[box] += 1
+    for name, count in seen.items():
+        if not (count > 0).all():
+            raise Mismatch(f"{what} {name}: {int((count == 0).sum())} of {count.size} elements are on no rank")
+    return full
+
+
+def deviation(a: dict[str, np.ndarray], ref: dict[str, np.ndarray], what: str) -> float:
+    """Largest max|a - b| / max(max|ref|, s) over the tensors."""
+    if a.keys() != ref.keys():
+        raise Mismatch(f"{what}: tensors differ: {sorted(a.keys() ^ ref.keys())}")
+    total = sum(float((v**2).sum()) for v in ref.values())
+    scale = 1e-3 * (total / max(1, sum(v.size for v in ref.values()))) ** 0.5
+    worst = 0.0
+    for name, value in ref.items():
+        floor = scale if not name.endswith(EXACT_ZERO) or what == "weight" else 1.0
+        error = float(np.abs(a[name] - value).max(initial=0.0)) / max(float(np.abs(value).max(initial=0.0)), floor)
+        if not error <= TOLERANCE:
+            raise Mismatch(f"{what} {name} differs from one process's by a relative {error:.3g} (allowed {TOLERANCE})")
+        worst = max(worst, error)
+    return worst
+
+
+def compare(results: Sequence[RankResult], reference: RankResult) -> float:
+    """Hold a layout's results against one process's; returns the largest relative deviation. Raises Mismatch."""
+    worst = 0.0
+    for what in ("losses", "aux_losses", "norms"):
+        want = getattr(reference, what)
+        for rank, result in enumerate(results):
+            got = getattr(result, what)
+            for step, (x, y) in enumerate(zip(got, want, strict=True), 1):
+                error = abs(x - y) / max(abs(y), 1e-300) if x != y else 0.0
+                if not error <= TOLERANCE:
+                    raise Mismatch(f"{what} of step {step} on rank {rank}: {x!r}, one process has {y!r}")
+                worst = max(worst, error)
+    first = full_tensors([r.initial for r in results], "initial weight", once=False)
+    first_ref = full_tensors([reference.initial], "initial weight", once=False)
+    for name, value in first_ref.items():
+        if not np.array_equal(first[name], value):
+            raise Mismatch(f"initial weight {name} is not bitwise that of one process")
+    gradients = full_tensors([r.gradients for r in results], "gradient", once=True)
+    worst = max(worst, deviation(gradients, full_tensors([reference.gradients], "gradient", once=True), "gradient"))
+    weights = full_tensors([r.weights for r in results], "weight", once=False)
+    return max(worst, deviation(weights, full_tensors([reference.weights], "weight", once=False), "weight"))
+
+
+def legal_layouts(most_ranks: int = 4, tp: Sequence[int] = (1, 2, 4)) -> Iterator[Layout]:
+    """Every tp x pp x dp of one to four ranks."""
+    for ranks in range(1, most_ranks + 1):
+        for t in tp:
+            for p in range(1, ranks + 1):
+                if ranks % (t * p) == 0:
+                    yield Layout(tp=t, pp=p, dp=ranks // (t * p))
+
+
+def micro_batch_of(layout: Layout, global_batch: int, most: int = 2) -> int:
+    """The largest microbatch up to ``most`` that the layout divides the batch into."""
+    return next(m for m in range(most, 0, -1) if global_batch % (m * layout.dp) == 0)
+
+
+def layouts(
+    most_ranks: int = 4, tp: Sequence[int] = (1, 2, 4), least_ranks: int = 1, pp: Sequence[int] = (1, 2, 3, 4)
+) -> Callable[[Any], Any]:
+    """Decorator: run a test once for each legal layout, given as its argument ``layout``."""
+    import pytest
+
+    found = [x for x in legal_layouts(most_ranks, tp) if x.world_size >= least_ranks and x.pp in pp]
+    return pytest.mark.parametrize("layout", found, ids=lambda x: f"tp{x.tp}-pp{x.pp}-dp{x.dp}")
+
+
+def reference_of(case: Case) -> RankResult:
+    """The case in this process."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return run_case(case.alone())
+    finally:
+        torch.set_num_threads(threads)

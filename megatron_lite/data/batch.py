@@ -1,7 +1,7 @@
 """A microbatch as one typed record.
 
 A microbatch is one flat row of B*S tokens: the rows of B samples back to back. Documents in it are given by
-``cu_seqlens``; a row border is always a document border too, so attention never crosses it. The last three fields
+``cu_seqlens``; a row border is always a document border too, so attention never crosses it. The last fields
 are host integers, so that nothing reads from the device to launch a kernel. ``first_row`` is the index, in the global
 batch, of the microbatch's first row: dropout is keyed by it, so a resharded run keeps its masks.
 """
@@ -14,22 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from megatron_lite.data.row import Row
 
-@dataclass(frozen=True)
-class Row:
-    """One sample: S + 1 tokens and where its documents start.
-
-    Attributes:
-        tokens: int64 [S + 1]; inputs are the first S, targets the last S.
-        starts: int64 [documents], positions in [0, S] at which a document starts, ascending, the first is 0
-            (a row that starts inside a document starts a document here: what it cannot see does not exist).
-            A start at S means that the last *target* is the first token of another document.
-        index: the sample's number, as reported in logs and digests.
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    index: int
+__all__ = ["Batch", "Row", "make_batch"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +34,7 @@ class Batch:
         max_seqlen: longest document in it, host integer.
         valid_tokens: number of ones in loss_mask, host integer.
         num_documents: cu_seqlens[:num_documents + 1] are the true offsets, host integer.
+        squared_lengths: sum over documents of their squared length, host integer (attention's part of the FLOPs).
     """
 
     tokens: torch.Tensor
@@ -60,6 +48,7 @@ class Batch:
     max_seqlen: int
     valid_tokens: int
     num_documents: int
+    squared_lengths: int = 0
 
     def to(self, device: torch.device, non_blocking: bool = True) -> Batch:
         """The same batch with its tensors on ``device``."""
@@ -117,7 +106,8 @@ def make_batch(
     ends = np.append(starts_all[1:], total)
     cu_seqlens = np.full(total + 1, total, dtype=np.int32)
     cu_seqlens[: len(starts_all)] = starts_all
-    positions = np.arange(total, dtype=np.int64) - np.repeat(starts_all, ends - starts_all)
+    lengths = ends - starts_all
+    positions = np.arange(total, dtype=np.int64) - np.repeat(starts_all, lengths)
     return Batch(
         tokens=torch.from_numpy(tokens),
         targets=torch.from_numpy(targets),
@@ -127,7 +117,8 @@ def make_batch(
         rows=len(rows),
         seq_length=seq_length,
         first_row=first_row,
-        max_seqlen=int((ends - starts_all).max()),
+        max_seqlen=int(lengths.max()),
         valid_tokens=int(mask.sum()),
         num_documents=len(starts_all),
+        squared_lengths=int((lengths * lengths).sum()),
     )

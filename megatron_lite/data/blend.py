@@ -1,0 +1,269 @@
+"""Mixing datasets by weight: which member gives position i, and which of its samples.
+
+The rule inside is greedy: a position goes to the member that lags furthest behind its share. In the *megatron* order it
+runs over the whole blend, so position i depends on all before it, and counts stray from w * n by up to about 1.6. In
+the *windows* order it runs inside blocks of 65,536 positions. How many each member has at a block's border is fixed
+by largest remainder, so counts never stray from w * n by more than 1 there, and a block is computed by itself,
+whatever the size of the blend, which has no end: members go on with their next epoch.
+
+Weights are exact here (a float is a fraction), so every rank agrees on every quota.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from megatron_lite.data.row import Dataset, Row
+
+try:
+    from megatron_lite.data import _index  # type: ignore[attr-defined]
+except ImportError:
+    _index = None
+
+BLOCK = 65536
+CHUNK = 4096  # positions computed at a time, so that no row waits for a whole block
+_KEEP_EVERY = 64  # blocks between states kept for going back, where quotas are found in sequence
+
+
+def check_weights(weights: Sequence[float]) -> None:
+    """ValueError unless there are weights, all finite, none negative, not all zero."""
+    if not weights or not all(math.isfinite(w) and w >= 0 for w in weights) or not any(weights):
+        raise ValueError(
+            f"the weights of a blend must be numbers, none negative and not all zero: {', '.join(map(str, weights)) or 'none given'}"
+        )
+
+
+def normalised(weights: Sequence[float]) -> np.ndarray:
+    """Weights that sum to 1, float64, divided as Megatron-LM divides them."""
+    array = np.array(weights, dtype=np.float64)
+    return array / np.sum(array)
+
+
+class _Blend:
+    """Chunks of positions, computed when asked for; subclasses say what is in a chunk."""
+
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
+        self._lock = threading.Lock()
+        self._cache: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def locate(self, i: int) -> tuple[int, int]:
+        """(member, sample of that member) at position i."""
+        number, place = divmod(i, self._chunk)
+        found = self._cache.get(number)
+        if found is None:
+            with self._lock:
+                found = self._cache.get(number)
+                if found is None:
+                    found = self._make(number)
+                    self._cache = {**dict(list(self._cache.items())[-1:]), number: found}  # the last two
+        return int(found[0][place]), int(found[1][place])
+
+    def _make(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Members and their samples at the positions of a chunk."""
+        raise NotImplementedError
+
+
+class WindowsBlend(_Blend):
+    """The blend of the windows order: endless, exact at the borders of blocks.
+
+    Args:
+        weights: any non-negative numbers, not all zero; a member with weight 0 is never drawn.
+        block: positions between borders.
+    """
+
+    def __init__(self, weights: Sequence[float], block: int = BLOCK) -> None:
+        check_weights(weights)
+        super().__init__(CHUNK if block % CHUNK == 0 else block)
+        self.block = block
+        fractions = [Fraction(w) for w in weights]
+        scale = math.lcm(*(f.denominator for f in fractions))
+        self._units = [int(f * scale) for f in fractions]  # whole numbers in the proportion of the weights
+        self._total = sum(self._units)
+        # Below one position a block, largest remainders alone could take a position back at a later border.
+        self._closed = min(u for u in self._units if u) * block >= self._total
+        self._states: dict[int, list[int]] = {0: [0] * len(weights)}
+        self._current: tuple[int, np.ndarray, np.ndarray, list[np.ndarray]] | None = None
+
+    def counts(self, number: int) -> list[int]:
+        """Samples of each member in the first ``number`` blocks."""
+        if self._closed:
+            return self._largest_remainder(number * self.block)
+        start = max(n for n in self._states if n <= number)
+        state = self._states[start]
+        for n in range(start, number):
+            state = self._advance(state, (n + 1) * self.block)
+            if (n + 1) % _KEEP_EVERY == 0 or n + 1 == number:
+                self._states[n + 1] = state
+        if number % _KEEP_EVERY:  # of the states in between, the newest is enough
+            self._states = {n: s for n, s in self._states.items() if n % _KEEP_EVERY == 0 or n == number}
+        return state
+
+    def _largest_remainder(self, n: int) -> list[int]:
+        parts = [divmod(u * n, self._total) for u in self._units]
+        counts = [whole for whole, _ in parts]
+        by_remainder = sorted(range(len(parts)), key=lambda d: -parts[d][1])  # stable: ties to the lowest
+        for d in by_remainder[: n - sum(counts)]:
+            counts[d] += 1
+        return counts
+
+    def _advance(self, counts: list[int], n: int) -> list[int]:
+        """Counts at the next border n: never fewer than before, each within 1 of its share.
+
+        Each member gets what it must have to stay within 1; the rest goes to the units with the earliest deadline
+        (unit k of member d must be there by position k / w). A sequence that stays within 1 exists for any weights (Tijdeman,
+        *The chairman assignment problem*, 1980), and earliest deadline first finds one wherever one exists.
+        """
+        total = self._total
+        least = [max(c, -((total - u * n) // total)) for c, u in zip(counts, self._units, strict=True)]
+        free = [
+            (k * total // u, d, k)
+            for d, (c, u) in enumerate(zip(least, self._units, strict=True))
+            if u
+            for k in range(c + 1, (u * n + total) // total + 1)
+        ]
+        free.sort()
+        rest = n - sum(least)
+        assert 0 <= rest <= len(free), (rest, len(free))
+        for _, d, k in free[:rest]:
+            least[d] = k
+        return least
+
+    def _make(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        block, inside = divmod(number, self.block // self._chunk)
+        if self._current is None or self._current[0] != block:
+            before = np.array(self.counts(block))
+            quotas = np.array(self.counts(block + 1)) - before
+            assert quotas.min() >= 0 and quotas.sum() == self.block
+            self._current = (block, before, quotas, [np.zeros_like(quotas)])
+        _, before, quotas, taken = self._current  # taken: in the block, at the borders of the chunks known so far
+        used = np.flatnonzero(quotas)
+        while True:
+            chunk = min(len(taken) - 1, inside)
+            places = greedy(
+                quotas[used] / self.block, self._chunk, chunk * self._chunk, taken[chunk][used], quotas[used]
+            )
+            members = used[places]
+            if chunk + 1 == len(taken):
+                taken.append(taken[chunk] + np.bincount(members, minlength=len(quotas)))
+            if chunk == inside:
+                return _with_samples(members, before + taken[chunk])
+
+
+class MegatronBlend(_Blend):
+    """The blend of the megatron order: ``size`` positions by the greedy rule from the first on.
+
+    Args:
+        weights: normalised; a member with weight 0 is never drawn.
+        size: positions.
+    """
+
+    def __init__(self, weights: Sequence[float] | np.ndarray, size: int, chunk: int = CHUNK) -> None:
+        weights = np.asarray(weights, dtype=np.float64)
+        check_weights(weights.tolist())
+        super().__init__(chunk)
+        self.size = size
+        self._used = np.flatnonzero(weights)
+        self._weights = weights[self._used]
+        self._places: np.ndarray | None = None
+        self._counts = [np.zeros(len(weights), dtype=np.int64)]  # at the borders known so far
+        if _index is not None and len(self._used) > 1:
+            self._places = _index.blend_indices(self._weights, size)[0]
+
+    def _make(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        while True:
+            chunk = min(len(self._counts) - 1, number)
+            members = self._members(chunk)
+            if chunk + 1 == len(self._counts):
+                self._counts.append(self._counts[chunk] + np.bincount(members, minlength=len(self._counts[0])))
+            if chunk == number:
+                return _with_samples(members, self._counts[chunk])
+
+    def _members(self, number: int) -> np.ndarray:
+        first = number * self._chunk
+        if self._places is not None:
+            return self._used[self._places[first : first + self._chunk]]
+        length = min(self._chunk, self.size - first)
+        return self._used[greedy(self._weights, length, first, self._counts[number][self._used])]
+
+
+def greedy(
+    weights: np.ndarray, length: int, first: int, counts: np.ndarray, quotas: np.ndarray | None = None
+) -> np.ndarray:
+    """Positions [first, first + length) of a blend.
+
+    Position i takes the member with the largest ``weight * max(i, 1) - count``, ties to the lowest; a member that has
+    reached its quota is out.
+
+    Args:
+        weights: float64 [D].
+        counts: int64 [D] before ``first``.
+        quotas: int64 [D], or None.
+
+    Returns:
+        int64 [length], members.
+    """
+    members = np.empty(length, dtype=np.int64)
+    if len(weights) == 1:
+        members[:] = 0
+        return members
+    taken = counts.astype(np.float64)
+    left = (quotas - counts).tolist() if quotas is not None else [-1] * len(weights)
+    if quotas is not None:
+        taken[counts == quotas] = np.inf
+    lag = np.empty(len(weights))
+    multiply, subtract, argmax = np.multiply, np.subtract, lag.argmax
+    for i in range(length):
+        multiply(weights, max(first + i, 1), lag)
+        subtract(lag, taken, lag)
+        d = argmax()
+        members[i] = d
+        taken[d] += 1.0
+        left[d] -= 1
+        if left[d] == 0:
+            taken[d] = np.inf
+    return members
+
+
+def _with_samples(members: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(members, the sample of its member at each place), given the counts before the block."""
+    order = np.argsort(members, kind="stable")
+    counts = np.bincount(members, minlength=len(before))
+    samples = np.empty(len(members), dtype=np.int64)
+    samples[order] = np.arange(len(members)) + np.repeat(before - (np.cumsum(counts) - counts), counts)
+    return members.astype(np.int32), samples
+
+
+class BlendedDataset:
+    """Rows of several datasets in the proportion of weights.
+
+    A finite member that is asked for more than it has starts again (Megatron-LM would stop with an IndexError).
+
+    Args:
+        members: one dataset a weight; one with weight 0 may be None.
+        blend: the order.
+    """
+
+    def __init__(self, members: Sequence[Dataset | None], blend: WindowsBlend | MegatronBlend) -> None:
+        self.members, self.blend = list(members), blend
+        self.endless = isinstance(blend, WindowsBlend)
+
+    def __len__(self) -> int:
+        if isinstance(self.blend, MegatronBlend):
+            return self.blend.size
+        return sum(len(member) for member in self.members if member is not None)
+
+    def row(self, j: int) -> Row:
+        """The row at position j of the blend."""
+        if isinstance(self.blend, MegatronBlend) and not 0 <= j < self.blend.size:
+            raise IndexError(f"sample {j} of a blend of {self.blend.size}")
+        number, sample = self.blend.locate(j)
+        member = self.members[number]
+        assert member is not None, number
+        row = member.row(sample if member.endless else sample % len(member))
+        return Row(row.tokens, row.starts, j)

@@ -16,6 +16,7 @@ from megatron_lite.cli import environment, train
 from megatron_lite.cli.main import COMMANDS, main, module_of
 from megatron_lite.config import exit_codes
 from megatron_lite.config.load import load
+from megatron_lite.config.problem import ConfigError
 
 ROOT = Path(__file__).parent.parent
 GOOD = shlex.split(
@@ -47,7 +48,7 @@ def test_help_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, text.splitlines())) < 121
 
 
-@pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["--version"]], ids=" ".join)
+@pytest.mark.parametrize("args", [["--help"], ["train", "--help"], ["--version"], ["show-schedule"]], ids=" ".join)
 def test_help_imports_no_torch(args: list[str]) -> None:
     code = (
         "import sys\nfrom megatron_lite.cli.main import main\n"
@@ -242,6 +243,24 @@ def test_a_teams_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "--model no_such_module:Model" in capsys.readouterr().err
 
 
+# --- show-schedule --------------------------------------------------------------------------------------------------
+
+
+def test_show_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show-schedule", "--pipeline-model-parallel-size", "3", "--microbatches", "4", "--actions"]) == 0
+    text = capsys.readouterr().out
+    assert [line[:8] for line in text.splitlines()[1:4]] == ["stage 0 ", "stage 1 ", "stage 2 "]
+    assert "bubble" in text and "keeps at its peak: 3, 2, 1" in text and "Recv forward 0 from stage 1" in text
+    assert main(["show-schedule", "--pipeline-schedule", "gpipe", "--microbatches", "4"]) == 0
+    assert "keeps at its peak: 4, 4, 4, 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bad", [["--microbatches", "0"], ["--forward", "0"], ["--pipeline-schedule", "2f2b"], ["--x"]])
+def test_show_schedule_errors(bad: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show-schedule", *bad]) == exit_codes.CONFIGURATION
+    assert capsys.readouterr().err
+
+
 # --- environment ----------------------------------------------------------------------------------------------------
 
 
@@ -298,3 +317,10 @@ def test_train_reads_the_checkpoints_arguments(monkeypatch: pytest.MonkeyPatch) 
     loaded = train.read(["--use-checkpoint-args", "--load", "d", "--lr", "2"])
     assert loaded.config.architecture == "llama" and loaded.config.model.ffn_hidden_size == 96
     assert loaded.config.data.seq_length == 32 and loaded.config.optimizer.lr == 2
+
+
+def test_checkpoint_arguments_of_a_fresh_start(tmp_path: Path) -> None:
+    argv = [*GOOD, "--use-checkpoint-args", "--load", str(tmp_path)]
+    assert train.read([*argv, "--save", str(tmp_path)]).config.model == load(GOOD).config.model
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        train.read(argv)

@@ -52,7 +52,8 @@ def read(argv: Sequence[str]) -> Loaded:
     """
     loaded = load(argv, resolve_model)
     if loaded.config.checkpoint.use_checkpoint_args and loaded.config.checkpoint.load:
-        loaded = with_checkpoint_args(loaded, saved_config(loaded.config), resolve_model)
+        saved = saved_config(loaded.config)
+        return loaded if saved is None else with_checkpoint_args(loaded, saved, resolve_model)
     return loaded
 
 
@@ -68,8 +69,12 @@ def resolve_model(architecture: str) -> type:
         raise ConfigError([Problem(f"--model {architecture}: {error}")]) from error
 
 
-def saved_config(config: RunConfig[Any]) -> dict[str, Any]:
-    """The configuration stored in the checkpoint that ``--load`` names."""
+def saved_config(config: RunConfig[Any]) -> dict[str, Any] | None:
+    """The configuration stored in the checkpoint that ``--load`` names; None where the run may start fresh.
+
+    Raises:
+        ConfigError: there is no checkpoint (and ``--load`` is not ``--save``), or none that is complete.
+    """
     from megatron_lite.checkpoint.manifest import find_checkpoint, read_manifest
 
     load_from = Path(str(config.checkpoint.load))
@@ -77,6 +82,8 @@ def saved_config(config: RunConfig[Any]) -> dict[str, Any]:
         found = find_checkpoint(load_from, config.checkpoint.ckpt_step)
     except ValueError as error:
         raise ConfigError([Problem(f"--use-checkpoint-args: {error}")]) from error
+    if found is None and config.checkpoint.load == config.checkpoint.save:
+        return None
     if found is None:
         raise ConfigError([Problem(f"--use-checkpoint-args: {load_from} holds no checkpoint")])
     return dict(read_manifest(found.directory)["config"])

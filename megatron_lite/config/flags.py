@@ -207,6 +207,7 @@ REFUSED: dict[str, str] = {  # prefix of a flag: what it asks for
     "--inprocess-": "restarts inside a process",
     "--use-legacy-models": "Megatron-LM's legacy models",
     "--no-position-embedding": "a deprecated flag (write --position-embedding-type none, or rope)",
+    "--data-parallel-size": "it follows from the number of ranks: ranks / (tp * cp * pp)",
     "--model-parallel-size": "a deprecated flag (write --tensor-model-parallel-size)",
     "--batch-size": "a deprecated flag (write --micro-batch-size)",
     "--warmup": "a deprecated flag (write --lr-warmup-iters, --lr-warmup-samples or --lr-warmup-fraction)",

@@ -7,11 +7,12 @@ intended differences (docs/configuration.md) that is in force under this configu
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.config.derived import bucket_parameters, count_parameters, precision
-from megatron_lite.config.load import Loaded
+from megatron_lite.config.load import Loaded, changed
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.config.transformer import TransformerConfig
 
@@ -150,6 +151,7 @@ def summary(
     width = 8 if kind == "fp64" else 4
     parts.append(f"gradient bucket: {megabytes(bucket_parameters(config.parallel, layout.dp), width)}")
     parts += lines
+    parts.append(_wrapped("not at their defaults: " + ", ".join(_settings(config))))
     if lr_by_rule:
         rules = ", ".join(f"{rule} {value:g}" for rule, value in lr_by_rule.items())
         parts.append(f"learning rate by --lr-scaling-rule (in force: {config.optimizer.lr_scaling_rule}): {rules}")
@@ -164,6 +166,17 @@ def summary(
         if its:
             text += "\n" + "\n".join([head, *(f"  - {line}" for line in its)])
     return text
+
+
+def _settings(config: RunConfig[Any]) -> list[str]:
+    return [
+        f"{name} {' '.join(map(str, v)) if isinstance(v, tuple) else v}"
+        for (_, name), (v, _) in changed(config).items()
+    ]
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 118, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 def _size(config: RunConfig[Any]) -> str:

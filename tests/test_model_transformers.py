@@ -88,6 +88,25 @@ def test_logits_and_loss_equal_the_reference(name):
     assert abs(loss - wanted) < 1e-5
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_equal_the_reference(name):
+    """Every tensor's gradient of the mean loss, in fp64."""
+    _, config = CASES[name]
+    ours = enlarge(make_whole(GPT, config), 4.0)
+    theirs = reference_model(config, ours).to(torch.float64)
+    batch = random_batch(24, [[0], [0]])
+    grads = ours.gradients(batch)
+    logits = theirs(batch.tokens.view(2, 24)).logits.flatten(0, 1).to(torch.float64)
+    torch.nn.functional.cross_entropy(logits, batch.targets, reduction="sum").backward()
+    wanted = {n: p.grad for n, p in theirs.named_parameters()}
+    for tensor in hf_tensors(config):
+        joined = tensor.join([grads[n] for n in tensor.ours])
+        # 1e-4 of the largest: the reference takes rotary angles and RMS norms in fp32
+        torch.testing.assert_close(
+            joined, wanted[tensor.name], rtol=0, atol=1e-4 * float(wanted[tensor.name].abs().max())
+        )
+
+
 @pytest.mark.parametrize("name", ["llama grouped, theta 5e5", "llama 3 rope scaling", "stablelm partial rotary 0.25"])
 def test_long_positions(name):
     """1,500 tokens, and position ids up to 4 k in the middle of a row: rotary angles are the reference's."""
@@ -109,7 +128,30 @@ def test_configuration_survives_the_round_trip(name):
     _, config = CASES[name]
     settings = json.loads(json.dumps(config_to_hf(config)))
     again = config_from_hf(settings)
-    for field in ["head_dim", "kv_heads", "ffn_size", "rotary_dim", "rotary_base", "qkv_bias", "tied", "add_bias_linear", "normalization", "norm_epsilon", "swiglu", "squared_relu", "qk_layernorm", "apply_layernorm_1p", "position_embedding_type", "max_position_embeddings", "vocab_size", "num_layers", "use_rope_scaling", "rope_scaling_factor", "rope_scaling_high_freq_factor", "rope_scaling_original_max_position_embeddings"]:
+    for field in [
+        "head_dim",
+        "kv_heads",
+        "ffn_size",
+        "rotary_dim",
+        "rotary_base",
+        "qkv_bias",
+        "tied",
+        "add_bias_linear",
+        "normalization",
+        "norm_epsilon",
+        "swiglu",
+        "squared_relu",
+        "qk_layernorm",
+        "apply_layernorm_1p",
+        "position_embedding_type",
+        "max_position_embeddings",
+        "vocab_size",
+        "num_layers",
+        "use_rope_scaling",
+        "rope_scaling_factor",
+        "rope_scaling_high_freq_factor",
+        "rope_scaling_original_max_position_embeddings",
+    ]:
         if config.use_rope_scaling or not field.startswith("rope_scaling"):
             assert getattr(again, field) == getattr(config, field), field
     rewritten = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings).to_dict()

@@ -101,3 +101,14 @@ def enlarge(model: Whole, factor: float = 8.0) -> Whole:
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.add_(0.1 * noise.to(parameter.dtype))
     return model
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], floor: float = 1e-3) -> None:
+    """Equal in fp64: max|a - b| <= 1e-12 * max(max|b|, floor * root mean square of all)."""
+    assert got.keys() == expected.keys()
+    squares = sum(float(t.square().sum()) for t in expected.values())
+    rms = (squares / sum(t.numel() for t in expected.values())) ** 0.5
+    for name, want in expected.items():
+        error = float((got[name] - want).abs().max())
+        allowed = 1e-12 * max(float(want.abs().max()), floor * rms)
+        assert error <= allowed, f"{name}: off by {error:.2e}, allowed {allowed:.2e}"

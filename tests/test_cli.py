@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import subprocess
 import sys
@@ -136,7 +137,7 @@ def test_errors_of_users_are_messages_and_ours_are_not(monkeypatch: pytest.Monke
 
 def test_exit_codes_are_those_of_the_docs() -> None:
     assert sorted(exit_codes.MEANING) == list(range(8))
-    assert (exit_codes.DONE, exit_codes.FAILURE, exit_codes.CONFIGURATION, exit_codes.NON_FINITE) == (0, 1, 2, 3)
+    assert (exit_codes.DONE, exit_codes.ERROR, exit_codes.CONFIGURATION, exit_codes.NON_FINITE) == (0, 1, 2, 3)
     assert (exit_codes.HANG, exit_codes.SAVE_FAILED, exit_codes.SIGNAL, exit_codes.LIMIT) == (4, 5, 6, 7)
 
 
@@ -317,6 +318,17 @@ def test_train_reads_the_checkpoints_arguments(monkeypatch: pytest.MonkeyPatch) 
     loaded = train.read(["--use-checkpoint-args", "--load", "d", "--lr", "2"])
     assert loaded.config.architecture == "llama" and loaded.config.model.ffn_hidden_size == 96
     assert loaded.config.data.seq_length == 32 and loaded.config.optimizer.lr == 2
+
+
+def test_arguments_of_a_real_checkpoint(tmp_path: Path) -> None:
+    from megatron_lite.checkpoint.save import save_checkpoint
+    from megatron_lite.mesh.collectives import Axis
+
+    saved = load([*GOOD, "--model", "llama", "--ffn-hidden-size", "96"]).config
+    state = {"config": dataclasses.asdict(saved)}  # what the training loop stores
+    save_checkpoint(tmp_path, 3, [], state, Axis.single("world"))
+    loaded = train.read(["--use-checkpoint-args", "--load", str(tmp_path), "--seq-length", "16"])
+    assert loaded.config.model == saved.model and loaded.config.data.seq_length == 16
 
 
 def test_checkpoint_arguments_of_a_fresh_start(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_lite import __version__
-from megatron_lite.config.exit_codes import CONFIGURATION, DONE, FAILURE, MEANING
+from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR, MEANING
 
 COMMANDS: dict[str, str] = {
     "train": "train a model (flags of Megatron-LM, or --config run.yaml)",
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return complain(str(error))
     except BrokenPipeError:  # the reader of our output is gone, as with `| head`
         sys.stderr.close()
-        return FAILURE
+        return ERROR
 
 
 def complain(message: str) -> int:

@@ -86,7 +86,7 @@ def saved_config(config: RunConfig[Any]) -> dict[str, Any] | None:
         return None
     if found is None:
         raise ConfigError([Problem(f"--use-checkpoint-args: {load_from} holds no checkpoint")])
-    return dict(read_manifest(found.directory)["config"])
+    return dict(read_manifest(found.directory)["state"]["config"])
 
 
 def with_vocabulary(config: RunConfig[Any]) -> tuple[RunConfig[Any], list[Problem]]:

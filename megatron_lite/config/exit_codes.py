@@ -7,7 +7,7 @@ the launcher's own code is 1 whatever a rank's was; the rank's code and error st
 from __future__ import annotations
 
 DONE = 0
-FAILURE = 1  # anything that has no code of its own
+ERROR = 1  # anything that has no code of its own
 CONFIGURATION = 2  # configuration or input
 NON_FINITE = 3  # the loss or a gradient is not finite, and --on-nan says stop
 HANG = 4  # found by the watchdog
@@ -17,7 +17,7 @@ LIMIT = 7  # stopped by --exit-duration-in-mins or --exit-interval
 
 MEANING: dict[int, str] = {
     DONE: "done",
-    FAILURE: "any other error",
+    ERROR: "any other error",
     CONFIGURATION: "configuration or input",
     NON_FINITE: "a number that is not finite",
     HANG: "a hang found by the watchdog",

@@ -357,6 +357,13 @@ def sweep(root: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def remove_outdated(root: Path, keep: Path) -> None:
+    """Remove builds of other sources for the same torch, Python, machine and compiler. Not for a shared directory."""
+    for path in root.glob(keep.name.rpartition("-")[0] + "-*"):
+        if path != keep:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def default_root() -> Path:
     """Inside the package when that can be written to, else in the user's cache."""
     inside = PACKAGE / "_compiled"
@@ -380,6 +387,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     architectures = [a.strip() for a in args.cuda_architectures.split(",") if a.strip()]
     where, outcome = build(args.output or default_root(), force=args.force, architectures=architectures)
+    if where is not None and where.parent == PACKAGE / "_compiled":
+        remove_outdated(where.parent, where)
     for name, text in outcome.items():
         print(f"{name:<6} {text}")
     print(f"{where or 'nothing was built'} ({time.monotonic() - began:.1f} s)")

@@ -59,7 +59,7 @@ class Guard:
     """
 
     def __init__(self, info: RankInfo, store: Store | None, hang_seconds: float | None, log_dir: Path | None) -> None:
-        self.info, self._store, self._log_dir = info, store, log_dir
+        self.info, self._store, self.log_dir = info, store, log_dir
         self._hang_seconds = hang_seconds
         self._beat, self._phase = time.monotonic(), "start-up"
         self._stop = threading.Event()
@@ -164,9 +164,9 @@ class Guard:
         silent = time.monotonic() - self._beat
         message = f"no progress for {silent:.0f} s in: {self._phase}"
         where = sys.stderr
-        if self._log_dir is not None:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
-            path = self._log_dir / f"hang-rank{self.info.rank:05d}.txt"
+        if self.log_dir is not None:
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+            path = self.log_dir / f"hang-rank{self.info.rank:05d}.txt"
             with open(path, "w", encoding="utf-8") as f:
                 f.write(message + "\n")
                 faulthandler.dump_traceback(f, all_threads=True)

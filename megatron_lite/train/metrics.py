@@ -141,7 +141,7 @@ def step_line(record: Mapping[str, Any], last_step: int, eta_seconds: float | No
     if record.get("loss_scale", 1.0) != 1.0:
         parts.append(f"loss scale {record['loss_scale']:g}")
     if record.get("skipped"):
-        parts.append(f"SKIPPED ({record['skipped']} so far)" if isinstance(record["skipped"], int) and record["skipped"] > 1 else "SKIPPED")
+        parts.append("SKIPPED")
     parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
     if record.get("tflops_per_gpu") is not None:
         parts.append(f"{_short(record['tflops_per_gpu'], 3)} TFLOP/s per rank")

@@ -1,0 +1,171 @@
+"""From step reports to records: rates, FLOPs, MFU, the first-step sanity lines, and the places where records go."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lite.config.schema import RunConfig
+from megatron_lite.mesh.mesh import ProcessMesh
+from megatron_lite.model.protocol import ModelDefinition
+from megatron_lite.train.metrics import Console, JsonLines, TensorBoard, WeightsAndBiases, peak_tflops
+from megatron_lite.train.progress import Progress
+from megatron_lite.train.step import StepReport
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory of this rank: of the allocator on a GPU, of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or ``cpu``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+class Reporter:
+    """Writes what happened, on rank 0; on the other ranks every method does nothing.
+
+    Args:
+        config, mesh, definition: of the run.
+        log_dir: where metrics.jsonl goes.
+        first_step, last_step: of this start.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig[Any],
+        mesh: ProcessMesh,
+        definition: ModelDefinition,
+        log_dir: Path,
+        first_step: int,
+        last_step: int,
+    ) -> None:
+        self.config, self.mesh, self.definition = config, mesh, definition
+        self.enabled = mesh.rank == 0
+        logging = config.logging
+        self._peak = peak_tflops(device_name(mesh.device), logging.peak_tflops)
+        self.console = Console(first_step, last_step, logging.log_interval, self.enabled)
+        self._sinks: list[Any] = []
+        self._board: TensorBoard | None = None
+        self.run = 0
+        if not self.enabled:
+            return
+        lines = JsonLines(log_dir / "metrics.jsonl")
+        self.run = lines.run
+        self._sinks.append(lines)
+        if logging.tensorboard_dir:
+            self._board = TensorBoard(Path(logging.tensorboard_dir))
+        if logging.wandb_project:
+            directory = Path(logging.wandb_save_dir or log_dir)
+            self._sinks.append(WeightsAndBiases(logging.wandb_project, logging.wandb_exp_name, directory, asdict(config)))
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        self.console.say(text)
+
+    def step(
+        self,
+        report: StepReport,
+        progress: Progress,
+        *,
+        samples: int,
+        seconds: float,
+        learning_rate: float,
+        loss_scale: float,
+        extra: dict[str, float],
+    ) -> None:
+        """Record one step (``progress`` has counted it)."""
+        if not self.enabled:
+            return
+        world, length = self.mesh.layout.world_size, self.config.data.seq_length
+        tokens = samples * length
+        flops = type(self.definition).flops(self.definition.config, tokens, length, report.squared_lengths)
+        tflops = None if flops is None else flops.model_full / seconds / world / 1e12
+        record = {
+            "step": progress.step,
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "learning_rate": learning_rate,
+            "loss_scale": loss_scale,
+            "skipped": report.skipped,
+            "consumed_samples": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_samples * length,
+            "step_seconds": seconds,
+            "data_wait_seconds": report.data_wait,
+            "tokens_per_second": tokens / seconds,
+            "tflops_per_gpu": tflops,
+            "tflops_computed": None if flops is None else flops.computed / seconds / world / 1e12,
+            "mfu": None if tflops is None or self._peak is None else tflops / self._peak,
+            "memory_gib": report.memory_gib,
+            **({"aux_loss": report.aux_loss} if report.aux_loss else {}),
+            **extra,
+        }
+        for sink in self._sinks:
+            sink.write(record)
+        if self._board is not None and progress.step % self.config.logging.log_interval == 0:
+            self._board.write(self._board_record(record))
+        self.console.step(record)
+
+    def _board_record(self, record: dict[str, Any]) -> dict[str, Any]:
+        """What goes to TensorBoard: timers and memory only where asked for."""
+        logging = self.config.logging
+        hidden = set() if logging.log_timers_to_tensorboard else {"step_seconds", "data_wait_seconds", "tokens_per_second"}
+        hidden |= set() if logging.log_memory_to_tensorboard else {"memory_gib"}
+        return {k: v for k, v in record.items() if k not in hidden and v is not None}
+
+    def evaluation(self, progress: Progress, loss: float, seconds: float, split: str = "validation") -> None:
+        """Record one evaluation."""
+        if not self.enabled:
+            return
+        record = {"step": progress.step, "eval_loss": loss, "split": split, "eval_seconds": seconds}
+        for sink in self._sinks:
+            sink.write(record)
+        ppl = math.exp(min(loss, 700.0))
+        if self._board is not None:
+            shown = {"step": progress.step, "eval_loss": loss}
+            if self.config.logging.log_validation_ppl_to_tensorboard:
+                shown["eval_ppl"] = ppl
+            self._board.write(shown)
+        self.say(f"step {progress.step}: {split} loss {loss:.4f} nats/token, perplexity {ppl:.2f}")
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self.console.close()
+        if self.enabled:
+            for sink in [*self._sinks, *([self._board] if self._board else [])]:
+                sink.close()
+
+
+def sanity_lines(report: StepReport, vocab_size: int, samples: int, seq_length: int) -> list[str]:
+    """What the first step should look like, beside what it does."""
+    share = 1.0 - report.tokens / (samples * seq_length)
+    grad = "finite and not zero" if math.isfinite(report.grad_norm) and report.grad_norm > 0 else "NOT finite and non-zero"
+    return [
+        f"first step: loss {report.loss:.4f}; ln V of a model that knows nothing is {math.log(vocab_size):.4f}",
+        f"first step: gradient norm {report.grad_norm:.4g} is {grad}",
+        f"first step: {share:.2%} of the targets carry no loss (borders of documents, padding)",
+    ]
+
+
+def first_sample_line(decode: Callable[[list[int]], str] | None, tokens: torch.Tensor, width: int = 160) -> str:
+    """The beginning of the first row, as text where a tokenizer is at hand."""
+    ids = tokens[:64].tolist()
+    if decode is None:
+        return f"first sample: ids {ids[:16]} ..."
+    text = decode(ids).replace("\n", "\\n")
+    return f"first sample: {text[:width]!r}"
+
+
+def host_names(mesh: ProcessMesh, host: str) -> list[str]:
+    """Host of every rank, in order of rank."""
+    return [str(name) for name in mesh.axis("world").gather_json(host)]
+

@@ -14,24 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lite.mesh.collectives import Axis
-from megatron_lite.tensor import random as addressed
 from megatron_lite.tensor.init import initialise
 from megatron_lite.tensor.layers import make_parameter
+from megatron_lite.tensor.philox import MASK, name_key, philox4x32, uniform_bits
 from megatron_lite.tensor.random import (
     DropoutKey,
     attention_dropout,
+    compiled,
     dropout,
-    name_key,
+    keep_rows,
     normal_of,
     normal_rows,
     normal_slice,
     normal_table,
-    philox4x32,
-    uniform_bits,
 )
 from megatron_lite.tensor.spec import Init, Rectangle, TensorParallel
-
-MASK = 0xFFFFFFFF
 
 
 def whole(*shape: int) -> Rectangle:
@@ -171,6 +168,9 @@ def test_the_normal_does_not_depend_on_threads_vectors_or_chunks() -> None:
         assert torch.equal(one, normals(7, "w", (331, 257)))
     finally:
         torch.set_num_threads(before)
+    chunked = torch.empty(331, 257)
+    normal_slice(7, "w", (331, 257), whole(331, 257), 1.0, chunked, kernel=normal_rows)
+    assert torch.equal(one, chunked)
     single = torch.stack([normals(7, "w", (331, 257), Rectangle((200, j), (1, 1))) for j in range(40)]).flatten()
     assert torch.equal(single, one[200, :40])
 
@@ -196,7 +196,7 @@ def test_a_box_computes_no_more_than_itself() -> None:
     shape = (1 << 20, 1 << 20)  # 2^40 elements: nothing of the full size is made
     normal_slice(1, "w", shape, Rectangle((1 << 19, 1 << 18), (3, 200_000)), 1.0, out, kernel=counting)
     assert sum(math.prod(s) for s in seen) == out.numel()
-    assert max(math.prod(s) for s in seen) <= 1 << 16
+    assert max(math.prod(s) for s in seen) <= 1 << 22
     column = torch.empty(100_000, 1)
     normal_slice(1, "w", shape, Rectangle((0, 77), (100_000, 1)), 1.0, column, kernel=counting)
     index = ((1 << 19) + 2) * (1 << 20) + (1 << 18) + 199_999
@@ -389,13 +389,19 @@ def test_on_the_meta_device_nothing_is_computed() -> None:
     assert dropout(x, 0.5, KEYED, rows, rows).shape == x.shape
 
 
-def test_a_compiled_kernel_stands_in_bit_for_bit() -> None:
-    kernel = addressed.compiled_normal(torch.device("cpu"))
-    if kernel is None:
-        pytest.skip("no compiled philox_normal")
-    start = torch.tensor([0, 5, 1 << 34, (1 << 50) + 3])
-    for length in (1, 2, 3, 4, 5, 63, 1024):
-        expected, got = torch.empty(4, length), torch.empty(4, length)
-        normal_rows(expected, normal_table(), start, 11, MASK, 0.02)
-        kernel(got, normal_table(), start, 11, MASK, 0.02)
-        assert torch.equal(expected, got)
+def test_compiled_kernels_stand_in_bit_for_bit() -> None:
+    normal, keep = (compiled(name, torch.device("cpu")) for name in ("philox_normal", "philox_keep"))
+    if normal is None or keep is None:
+        pytest.skip("no compiled kernels")
+    start = torch.tensor([0, 5, 1 << 32, (1 << 33) + 3])
+    above = [torch.tensor([i, MASK, 7, 0]) for i in range(3)]
+    for length in (1, 2, 3, 4, 5, 63, 1024, 70_001):
+        values = [torch.empty(4, length) for _ in range(2)]
+        for kernel, out in zip((normal_rows, normal), values, strict=True):
+            kernel(out, normal_table(), start << 16, 11, MASK, 0.02)
+        assert torch.equal(*values)
+        for threshold in (0, 1, 1 << 31, MASK, 1 << 32):
+            masks = [torch.empty(4, length, dtype=torch.bool) for _ in range(2)]
+            for kernel, out in zip((keep_rows, keep), masks, strict=True):
+                kernel(out, start, *above, 11, MASK, threshold)
+            assert torch.equal(*masks)

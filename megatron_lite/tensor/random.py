@@ -3,11 +3,7 @@
 Every random number is a function of where it stands: an initial weight of (seed, name of the tensor, index in the
 full tensor), a dropout decision of (seed, step, layer, site, row of the global batch, position in the row, feature or
 head). A rank computes the numbers of the elements it holds and no others; there is no state to save, to fork or to
-keep in step, and no layout, dtype, thread count or machine changes a bit.
-
-*Generator.* Philox 4x32-10 (Salmon et al., SC 2011): a bijection of 128-bit counters under a 64-bit key, which gives
-four 32-bit words. Keys are BLAKE2b of the seed and a name. Along its last axis an address has an index i: word i % 4
-of the counter whose first part is i // 4. Here it is integer arithmetic in int64 that never overflows.
+keep in step, and no layout, dtype, thread count or machine changes a bit. The words come from philox.py.
 
 *Normal.* Word w gives sign w >> 31 and, from n = 2 * (w % 2^31) + 1, the tail p = n * 2^-33 in (0, 1/2). With n = 2^e
 * f, 1 <= f < 2, and s = f - 3/2, the number is z = (1/2 - p) * (c0 + s * (c1 + s * (... + s * c13))), c = row e of a
@@ -20,7 +16,6 @@ largest number is 6.34; within 1e-12 of the exact quantile.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,79 +24,10 @@ import torch
 
 from megatron_lite.ops.library import missing
 from megatron_lite.tensor.normal_table import COEFFICIENTS
+from megatron_lite.tensor.philox import name_key, uniform_bits
 from megatron_lite.tensor.spec import Rectangle
 
-MASK = 0xFFFFFFFF
-Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 NormalKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int, float], None]
-
-
-def philox4x32(key: tuple[int, int], counter: Words) -> Words:
-    """Philox 4x32-10.
-
-    Args:
-        key: two uint32.
-        counter: four int64 tensors of one shape that hold uint32.
-
-    Returns:
-        Four int64 tensors of that shape that hold uint32.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        high0, low0 = _multiply(c0, 0xD2511F53)
-        high1, low1 = _multiply(c2, 0xCD9E8D57)
-        c0, c1, c2, c3 = high1.bitwise_xor_(c1).bitwise_xor_(k0), low1, high0.bitwise_xor_(c3).bitwise_xor_(k1), low0
-        k0, k1 = (k0 + 0x9E3779B9) & MASK, (k1 + 0xBB67AE85) & MASK
-    return c0, c1, c2, c3
-
-
-def _multiply(x: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low 32 bits of x * m, for uint32 x and 2^31 <= m < 2^32, without overflow of int64.
-
-    x * m = x * 2^32 + x * (m - 2^32), and the last product lies in (-2^63, 0].
-    """
-    t = x * (m - (1 << 32))
-    return (t >> 32).add_(x), t.bitwise_and_(MASK)
-
-
-def name_key(seed: int, name: str) -> tuple[int, int]:
-    """Philox key of a named thing under a seed: 64 bits of BLAKE2b."""
-    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
-    k0, k1 = struct.unpack("<II", digest)
-    return k0, k1
-
-
-def uniform_bits(
-    key: tuple[int, int], start: torch.Tensor, length: int, above: tuple[torch.Tensor, ...] | None = None
-) -> torch.Tensor:
-    """Words at consecutive addresses, for several rows.
-
-    Args:
-        start: int64 [R], index of each row's first word.
-        length: words of a row.
-        above: the counter's parts 1, 2 and 3 of each row, int64 [R] holding uint32 (indices are then below 2^34);
-            None: part 1 is the high half of index // 4, the others are 0 (indices up to 2^63).
-
-    Returns:
-        int64 [R, length] holding uint32.
-    """
-    rows = start.shape[0]
-    skip = start & 3
-    blocks = (length + 6) // 4  # enough for any skip
-    block = (start >> 2)[:, None] + torch.arange(blocks, device=start.device)
-    c0 = block & MASK
-    if above is None:
-        zero = torch.zeros_like(c0)
-        counter = (c0, block >> 32, zero, zero)
-    else:
-        c1, c2, c3 = (part[:, None].expand(rows, blocks) for part in above)
-        counter = (c0, c1, c2, c3)
-    # four of [R, blocks] -> [R, 4 * blocks] -> [R, length]
-    words = torch.stack(philox4x32(key, counter), -1).view(rows, 4 * blocks)
-    if rows == 1 and start.device.type == "cpu":
-        return words[:, int(skip) : int(skip) + length]
-    return words.gather(1, skip[:, None] + torch.arange(length, device=start.device))
 
 
 def normal_of(words: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -149,15 +75,42 @@ def normal_rows(out: torch.Tensor, table: torch.Tensor, start: torch.Tensor, key
     out.copy_(normal_of(words, table).mul_(std))  # fp64 -> fp32, to nearest
 
 
-def compiled_normal(device: torch.device) -> NormalKernel | None:
-    """The compiled stand-in for :func:`normal_rows` on this device, if there is one."""
-    if (
-        device.type in ("cpu", "cuda")
-        and missing(device.type) is None
-        and hasattr(torch.ops.megatron_lite, "philox_normal")
-    ):
-        return torch.ops.megatron_lite.philox_normal
+def keep_rows(
+    out: torch.Tensor,
+    start: torch.Tensor,
+    above1: torch.Tensor,
+    above2: torch.Tensor,
+    above3: torch.Tensor,
+    key0: int,
+    key1: int,
+    threshold: int,
+) -> None:
+    """Fill rows of dropout decisions: word >= threshold. The definition of a kernel ``philox_keep``.
+
+    Args:
+        out: bool [R, L], contiguous.
+        start: int64 [R], index of each row's first element, below 2^34.
+        above1, above2, above3: int64 [R] holding uint32, the other parts of each row's counters.
+        threshold: probability of dropping times 2^32, in [0, 2^32].
+    """
+    step = max(1, _piece(out, compiled=False) // max(1, out.shape[1]))
+    for r in range(0, len(start), step):
+        above = (above1[r : r + step], above2[r : r + step], above3[r : r + step])
+        words = uniform_bits((key0, key1), start[r : r + step], out.shape[1], above)
+        torch.ge(words, threshold, out=out[r : r + step])
+
+
+def compiled(name: str, device: torch.device) -> Callable[..., None] | None:
+    """The compiled ``philox_normal`` or ``philox_keep`` for this device, if there is one."""
+    if device.type in ("cpu", "cuda") and missing(device.type) is None and hasattr(torch.ops.megatron_lite, name):
+        found: Callable[..., None] = getattr(torch.ops.megatron_lite, name)
+        return found
     return None
+
+
+def _piece(out: torch.Tensor, compiled: bool) -> int:
+    """Elements to make at a time: the torch definition's intermediate results stay in a CPU's cache."""
+    return 1 << (16 if out.device.type == "cpu" and not compiled else 22)
 
 
 def normal_slice(
@@ -180,12 +133,12 @@ def normal_slice(
     assert tuple(out.shape) == rectangle.size, (out.shape, rectangle)
     if out.is_meta or rectangle.numel == 0:
         return
-    kernel = kernel or compiled_normal(out.device) or normal_rows
+    kernel = kernel or compiled("philox_normal", out.device) or normal_rows
     start, length = _spans(full_shape, rectangle, out.device)
     flat = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
     rows, table = flat.view(-1, length), normal_table(out.device)
     key0, key1 = name_key(seed, name)
-    piece = 1 << (16 if out.device.type == "cpu" else 22)  # elements at a time: working memory, in a CPU's cache
+    piece = _piece(out, compiled=kernel is not normal_rows)
     for column in range(0, length, piece):
         width = min(piece, length - column)
         step = max(1, piece // width)
@@ -289,12 +242,11 @@ def _keep(p: float, key: DropoutKey, start: torch.Tensor, length: int, above: tu
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability {p} is not in [0, 1]")
     keep = torch.empty((len(start), length), dtype=torch.bool, device=start.device)
-    if start.is_meta:
-        return keep
-    step = max(1, (1 << (16 if start.device.type == "cpu" else 22)) // length)
-    for r in range(0, len(start), step):
-        words = uniform_bits(key.words(), start[r : r + step], length, tuple(part[r : r + step] for part in above))
-        torch.ge(words, round(p * (1 << 32)), out=keep[r : r + step])
+    if not start.is_meta:
+        kernel = compiled("philox_keep", start.device) or keep_rows
+        above1, above2, above3 = (part.contiguous() for part in above)
+        key0, key1 = key.words()
+        kernel(keep, start.contiguous(), above1, above2, above3, key0, key1, round(p * (1 << 32)))
     return keep
 
 

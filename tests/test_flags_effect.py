@@ -23,16 +23,21 @@ from whole_model import enlarge, make_whole, random_batch
 from megatron_lite.cli.environment import variables
 from megatron_lite.config import flags
 from megatron_lite.config.check import check, check_files
-from megatron_lite.config.derived import bucket_parameters, log_directory, precision
+from megatron_lite.config.derived import bucket_parameters, log_directory
 from megatron_lite.config.load import changed, load
 from megatron_lite.config.problem import format_problems
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.config.transformer import TransformerConfig
 from megatron_lite.data.splits import parse_split
-from megatron_lite.mesh.layout import layout_for
+from megatron_lite.mesh.layout import Layout, layout_for
+from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.model.protocol import load_definition
 from megatron_lite.optim import from_config
+from megatron_lite.pipeline.partition import partition
+from megatron_lite.testing.layouts import Batches
+from megatron_lite.train.assemble import assemble, recompute
 from megatron_lite.train.signals import SignalRequests
+from megatron_lite.train.step import HostNumbers
 
 Config = RunConfig[Any]
 Observe = Callable[[Config], Any]
@@ -61,6 +66,43 @@ def specs(config: Config) -> Any:
     """Names, shapes, initial values and decay of every parameter."""
     model = make_whole(load_definition(config.architecture), config.model)
     return {n: (p.spec.full_shape, p.spec.init, p.spec.decay) for n, p in model.by_name.items()}  # type: ignore[union-attr]
+
+
+def two_steps(config: Config) -> Any:
+    """(loss, gradient norm) of two optimizer steps on one process, and the weights and their dtype after them.
+
+    The second microbatch of each step has fewer valid targets than the first.
+    """
+    mesh = ProcessMesh.open(Layout())
+    assembly = assemble(config, mesh)
+    reports = []
+    for step in range(2):
+        micro = [random_batch(16, [[0, 5]], seed=10 * step), random_batch(16, [[0]], seed=10 * step + 1, first_row=1)]
+        mask = micro[1].loss_mask.clone()
+        mask[:12] = 0
+        micro[1] = dataclasses.replace(micro[1], loss_mask=mask, valid_tokens=int(mask.sum()))
+        report = assembly.step.run(
+            Batches(micro, digest=step, valid_tokens=sum(b.valid_tokens for b in micro)),
+            seed=config.training.seed,
+            step=step,
+            loss_scale=1.0,
+            update=step + 1,
+            learning_rates={"": 0.01},
+            weight_decay=config.optimizer.weight_decay,
+            host=HostNumbers(0, False, 0.0, 0.0),
+        )
+        reports.append((report.loss, report.grad_norm))
+    weights = {name: (p.dtype, p.double().sum().item()) for name, p in assembly.stage.parameters_by_name().items()}
+    assembly.gradients.close()
+    mesh.close()
+    return reports, weights
+
+
+def stages(config: Config) -> list[range]:
+    """The blocks of each of two stages, all blocks alike."""
+    parallel = config.parallel
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    return partition([1.0] * config.model.num_layers, 2, first=first, last=last)
 
 
 def padded_vocabulary(config: Config) -> int:
@@ -128,6 +170,7 @@ FP16 = f"{LONG} --fp16"
 WSD = f"{LONG} --lr-decay-style WSD --lr-wsd-decay-iters 20"
 SAMPLES = f"{BASE} --max-position-embeddings 16 --train-samples 1600 --global-batch-size 16"
 SAMPLES_WSD = f"{SAMPLES} --lr-decay-style WSD --lr-wsd-decay-samples 320"
+STEPS = f"{LONG} --fp64 --attention-dropout 0 --hidden-dropout 0"
 RAMP_WD = f"{LONG} --weight-decay-incr-style linear"
 
 CASES: list[Case] = [
@@ -168,6 +211,8 @@ CASES: list[Case] = [
     # parallel
     Case("--tensor-model-parallel-size 2", layout),
     Case("--pipeline-model-parallel-size 2", layout),
+    Case("--decoder-first-pipeline-num-layers 1", stages, f"{LONG} --num-layers 6"),
+    Case("--decoder-last-pipeline-num-layers 1", stages, f"{LONG} --num-layers 6"),
     Case("--ddp-bucket-size 1000", lambda c: bucket_parameters(c.parallel, 2)),
     Case("--device cpu", lambda c: variables(c, gpu=True)),
     # training
@@ -178,14 +223,24 @@ CASES: list[Case] = [
     Case("--train-iters 50", batch_sizes),
     Case("--train-samples 3200", batch_sizes, SAMPLES),
     Case("--seed 7", loss),
-    Case("--bf16", lambda c: precision(c.training)),
+    Case("--bf16", two_steps),
     Case("--fp16", scale),
-    Case("--fp64", lambda c: precision(c.training)),
+    Case("--fp64", two_steps),
     Case("--deterministic", lambda c: variables(c, gpu=True)),
     Case("--exit-signals USR1", on_signals("INT")),
     Case("--save-signals USR2 HUP", on_signals("HUP")),
     Case("--compat megatron", lambda c: {k: v for k, v in changed(c).items() if k[1] != "compat"}),
+    Case("--loss-normalization microbatch", two_steps),
+    Case("--mask-padded-vocab off", two_steps),
+    Case("--recompute-granularity full", recompute),
+    Case("--recompute-method block", recompute, f"{LONG} --recompute-granularity full"),
+    Case("--recompute-num-layers 2", recompute, f"{LONG} --recompute-granularity full"),
     # optimizer
+    Case("--clip-grad 0.001", two_steps, STEPS),
+    Case("--clip-grad-value 0.0001", two_steps, STEPS),
+    Case("--adam-beta1 0.5", two_steps, STEPS),
+    Case("--adam-beta2 0.5", two_steps, STEPS),
+    Case("--adam-eps 0.1", two_steps, STEPS),
     Case("--lr 0.02", rates),
     Case("--min-lr 0.001", rates),
     Case("--decoupled-lr 0.1", rates),
@@ -223,17 +278,14 @@ CASES: list[Case] = [
 LATER: frozenset[str] = frozenset(
     shlex.split(
         """
-        --sequence-parallel --zero-stage --pipeline-schedule --decoder-first-pipeline-num-layers
-        --decoder-last-pipeline-num-layers --overlap-grad-reduce --distributed-backend --distributed-timeout-minutes
-        --loss-normalization --mask-padded-vocab --recompute-granularity --recompute-method --recompute-num-layers
-        --manual-gc --manual-gc-interval --on-nan --exit-interval --exit-duration-in-mins
-        --clip-grad --clip-grad-value --adam-beta1 --adam-beta2 --adam-eps --grad-reduce-in-bf16
-        --data-path --train-data-path --valid-data-path --test-data-path --mock-data --sample-order --document-mask
-        --eod-mask-loss --num-workers --tokenizer-type --tokenizer-model --tiktoken-pattern --vocab-file --merge-file
-        --eod-token --eval-interval --eval-iters --skip-train
-        --save --save-interval --save-interval-minutes --keep-last --keep-every --save-optim --ckpt-step --load-optim
-        --finetune --exit-on-missing-checkpoint --use-checkpoint-args --override-opt-param-scheduler
-        --use-checkpoint-opt-param-scheduler
+        --sequence-parallel --zero-stage --pipeline-schedule --overlap-grad-reduce --distributed-backend
+        --distributed-timeout-minutes --manual-gc --manual-gc-interval --on-nan --exit-interval
+        --exit-duration-in-mins --grad-reduce-in-bf16 --data-path --train-data-path --valid-data-path
+        --test-data-path --mock-data --sample-order --document-mask --eod-mask-loss --num-workers
+        --tokenizer-type --tokenizer-model --tiktoken-pattern --vocab-file --merge-file --eod-token
+        --eval-interval --eval-iters --skip-train --save --save-interval --save-interval-minutes --keep-last
+        --keep-every --save-optim --ckpt-step --load-optim --finetune --exit-on-missing-checkpoint
+        --use-checkpoint-args --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler
         --log-interval --log-params-norm --log-num-zeros-in-grad --tensorboard-dir --log-timers-to-tensorboard
         --log-memory-to-tensorboard --log-validation-ppl-to-tensorboard --wandb-project --wandb-exp-name
         --wandb-save-dir --profile --profile-step-start --profile-step-end --profile-ranks --peak-tflops

@@ -27,7 +27,7 @@ INTRO = """# Configuration
 
 A run is configured by flags, by YAML files, or both:
 
-```console
+```text
 megatron-lite train --config examples/presets/gpt2_124m.yaml --config run.yaml --lr 3e-4
 ```
 

@@ -18,6 +18,8 @@ from megatron_lite.data.row import Row
 
 __all__ = ["Batch", "Row", "make_batch"]
 
+_TENSORS = ("tokens", "targets", "positions", "cu_seqlens", "loss_mask")
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -52,19 +54,17 @@ class Batch:
 
     def to(self, device: torch.device, non_blocking: bool = True) -> Batch:
         """The same batch with its tensors on ``device``."""
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=non_blocking)
-            for name in ("tokens", "targets", "positions", "cu_seqlens", "loss_mask")
-        }
+        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in _TENSORS}
         return replace(self, **moved)
 
     def pin(self) -> Batch:
         """The same batch in page-locked memory."""
-        moved = {
-            name: getattr(self, name).pin_memory()
-            for name in ("tokens", "targets", "positions", "cu_seqlens", "loss_mask")
-        }
-        return replace(self, **moved)
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in _TENSORS})
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tell the allocator that ``stream`` reads the tensors, which were made on another one."""
+        for name in _TENSORS:
+            getattr(self, name).record_stream(stream)
 
 
 def make_batch(

@@ -24,6 +24,7 @@ import megatron_lite
 from megatron_lite.checkpoint.save import SaveError
 from megatron_lite.config import exit_codes
 from megatron_lite.config.derived import log_directory
+from megatron_lite.config.load import to_dict
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.mesh.agreement import agree, code_digest
 from megatron_lite.mesh.layout import layout_for
@@ -107,7 +108,7 @@ class Training:
             torch.use_deterministic_algorithms(True)
         device = torch.device("cuda", info.local_rank) if device_type(config) == "cuda" else torch.device("cpu")
         self.mesh = ProcessMesh.open(self.layout, backend=backend, device=device, kv_heads=kv_heads(config.model))
-        agree(self.mesh, {"configuration": asdict(config), "code": code_digest(Path(megatron_lite.__file__).parent)})
+        agree(self.mesh, {"configuration": to_dict(config), "code": code_digest(Path(megatron_lite.__file__).parent)})
         now = time.strftime("%Y%m%d-%H%M%S")
         self.log_dir = Path(self.mesh.axis("world").gather_json(log_directory(config, now))[0])
         guard.log_dir = self.log_dir
@@ -155,7 +156,7 @@ class Training:
         hosts = host_names(self.mesh, self.info.host)
         if self.mesh.rank == 0:
             extra = {"run": self.reporter.run, "layout": asdict(self.layout), "loaded": loaded, "first_step": self.progress.step}
-            write_run_json(self.log_dir, asdict(self.config), hosts, environment, extra)
+            write_run_json(self.log_dir, to_dict(self.config), hosts, environment, extra)
 
     # ---- the loop
 

@@ -20,6 +20,7 @@ from typing import Any
 from megatron_lite.checkpoint.load import Reader, load_shares, name_problems
 from megatron_lite.checkpoint.manifest import Found, find_checkpoint
 from megatron_lite.checkpoint.save import everyone, prune, save_checkpoint
+from megatron_lite.config.load import to_dict
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.optim.scaler import LossScaler
 from megatron_lite.optim.schedule import Rates, on_resume
@@ -129,7 +130,7 @@ def save(
     root = Path(options.save)
     shares = [s for s in assembly.optimizer.shares() if options.save_optim or s.kind == "weight"]
     state = {
-        "config": asdict(config),
+        "config": to_dict(config),
         "progress": progress.state_dict(),
         "scaler": scaler.state_dict(),
         "rates": rates.as_dict(),

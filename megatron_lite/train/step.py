@@ -165,7 +165,7 @@ class TrainStep:
         vector = torch.zeros(len(FIELDS), dtype=torch.float64)
         if self._reports_loss:
             vector[AT["tokens"]] = batches.valid_tokens
-            vector[AT["squared_lengths"]] = sum(_squared_lengths(b) for b in micro)
+            vector[AT["squared_lengths"]] = sum(b.squared_lengths for b in micro)
         vector[AT["stop"]], vector[AT["save"]] = host.stop, host.save
         vector[AT["digest"]] = batches.digest
         vector[AT["seconds"]], vector[AT["memory_gib"]] = host.last_step_seconds, host.memory_gib
@@ -217,8 +217,3 @@ class TrainStep:
                     "PREFIX.meta.json)"
                 )
 
-
-def _squared_lengths(batch: Batch) -> int:
-    """Sum of the squared document lengths of a microbatch, on the host."""
-    offsets = batch.cu_seqlens[: batch.num_documents + 1].to(torch.int64)
-    return int(((offsets[1:] - offsets[:-1]) ** 2).sum())

@@ -157,7 +157,7 @@ def test_wide_sample_index():
 
 
 def test_samples_asked():
-    asked = dict(global_batch_size=8, train_iters=100, train_samples=None, eval_interval=30, eval_iters=5)
+    asked = {"global_batch_size": 8, "train_iters": 100, "train_samples": None, "eval_interval": 30, "eval_iters": 5}
     assert samples_asked(**asked) == (800, 4 * 5 * 8, 40)
     assert samples_asked(**{**asked, "train_samples": 799}) == (799, 160, 40)
     assert samples_asked(**{**asked, "train_iters": None, "train_samples": 800}) == (800, 160, 40)

@@ -18,15 +18,14 @@ from fractions import Fraction
 
 import numpy as np
 
+from megatron_lite.data.helper import index_helper
 from megatron_lite.data.row import Dataset, Row
 
-try:
-    from megatron_lite.data import _index  # type: ignore[attr-defined]
-except ImportError:
-    _index = None
+_index = index_helper()
 
 BLOCK = 65536
 CHUNK = 4096  # positions computed at a time, so that no row waits for a whole block
+_HELPER_UP_TO = 1 << 26  # positions; the compiled helper makes all of them at once, in 10 bytes each
 _KEEP_EVERY = 64  # blocks between states kept for going back, where quotas are found in sequence
 
 
@@ -172,7 +171,7 @@ class MegatronBlend(_Blend):
         self._weights = weights[self._used]
         self._places: np.ndarray | None = None
         self._counts = [np.zeros(len(weights), dtype=np.int64)]  # at the borders known so far
-        if _index is not None and len(self._used) > 1:
+        if _index is not None and size <= _HELPER_UP_TO:
             self._places = _index.blend_indices(self._weights, size)[0]
 
     def _make(self, number: int) -> tuple[np.ndarray, np.ndarray]:

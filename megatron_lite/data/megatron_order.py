@@ -15,14 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_lite.data.helper import index_helper
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.row import Row
 from megatron_lite.data.stream import check_ids
 
-try:
-    from megatron_lite.data import _index  # type: ignore[attr-defined]
-except ImportError:
-    _index = None
+_index = index_helper()
 
 EXTRA = 1  # tokens of a sample beyond S: the last target
 SEPARATE_BELOW = 0.80  # the last epoch is shuffled on its own when less than this share of its samples is needed

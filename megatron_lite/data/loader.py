@@ -1,0 +1,231 @@
+"""The batches of a step, built ahead of time.
+
+Threads read rows (copies out of mapped files) and build microbatches while the device computes; pages that are not in
+memory yet are waited for there, not in the training loop. Threads and not processes: the work is a few copies, which
+need no second interpreter, and what they make needs no copy back. What is ahead is a queue of microbatches in order.
+Since the order of a rank's microbatches does not depend on where steps end, the queue stays right when the batch size
+ramps; when the loop asks for something else (a rollback), it is dropped and built anew.
+
+The digest of a step is what ranks compare to be sure that they compute on the same samples: sample numbers, document
+borders, valid-token counts and token ids.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_lite.data.batch import Batch, make_batch
+from megatron_lite.data.row import Dataset, Row
+from megatron_lite.data.sampler import Sampler
+
+
+class SampleError(ValueError):
+    """A sample that could not be read; the message has its number, ``__cause__`` the reason."""
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """One step of one data-parallel rank.
+
+    Attributes:
+        microbatches: in order, on the loader's device.
+        digest: 32 bits over what was read; equal on all ranks of the same data-parallel index.
+        valid_tokens: target tokens that count, over the microbatches.
+        wait_seconds: how long the caller waited for them.
+        next_consumed: ``consumed`` after this step (skipped ranges included).
+        samples: the sample numbers of each microbatch.
+    """
+
+    microbatches: list[Batch]
+    digest: int
+    valid_tokens: int
+    wait_seconds: float
+    next_consumed: int
+    samples: list[list[int]]
+
+
+@dataclass(frozen=True)
+class _Built:
+    batch: Batch
+    digest: int
+
+
+class Loader:
+    """Microbatches of one data-parallel rank.
+
+    Args:
+        dataset: what to read.
+        micro_batch_size, dp_size, dp_index: see :class:`Sampler`.
+        seq_length: S; every row must have S + 1 tokens.
+        num_workers: threads; 0 builds in :meth:`step`.
+        device: where batches go. For CUDA they are built in page-locked memory and copied on a stream of their own.
+        document_mask, eod_id, eod_mask_loss: see :func:`make_batch`.
+        skipped: ranges of samples that are not read.
+        steps_ahead: how many steps of microbatches are kept built.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        micro_batch_size: int,
+        seq_length: int,
+        dp_index: int = 0,
+        dp_size: int = 1,
+        num_workers: int = 2,
+        device: torch.device | str = "cpu",
+        document_mask: bool = True,
+        eod_id: int | None = None,
+        eod_mask_loss: bool = False,
+        skipped: Iterable[tuple[int, int]] = (),
+        steps_ahead: int = 2,
+    ) -> None:
+        if eod_mask_loss and eod_id is None:
+            raise ValueError(
+                "--eod-mask-loss needs the end-of-document id, and neither the tokenizer nor the data tell it"
+            )
+        self.dataset, self.seq_length, self.device = dataset, seq_length, torch.device(device)
+        self.sampler = Sampler(micro_batch_size, dp_size, dp_index, tuple(skipped))
+        self._options = {"document_mask": document_mask, "eod_id": eod_id, "eod_mask_loss": eod_mask_loss}
+        self._steps_ahead = steps_ahead
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="loader") if num_workers else None
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._queue: deque[tuple[int, list[int], Future[_Built]]] = deque()  # (consumed before it, samples, microbatch)
+        self._tail = 0  # consumed after the last one in the queue
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, consumed: int, global_batch_size: int) -> None:
+        """Begin to build a step before it is asked for (for example while the model is being set up)."""
+        if self._pool is not None:
+            self._seek(consumed)
+            self._fill(self.sampler.microbatches(global_batch_size))
+
+    def step(self, consumed: int, global_batch_size: int) -> StepBatches:
+        """The microbatches of the step that starts after ``consumed`` samples.
+
+        Raises:
+            ValueError: the global batch does not divide.
+            SampleError: a sample could not be read.
+        """
+        count = self.sampler.microbatches(global_batch_size)
+        began = time.perf_counter()
+        self._seek(consumed)
+        self._fill(count)
+        built: list[_Built] = []
+        samples: list[list[int]] = []
+        try:
+            for _ in range(count):
+                _, ids, future = self._queue.popleft()
+                samples.append(ids)
+                built.append(future.result())
+        except BaseException:
+            self._drop()
+            raise
+        waited = time.perf_counter() - began
+        if self._pool is not None:
+            self._fill(count * self._steps_ahead)
+        digest = 0
+        for item in built:
+            digest = zlib.crc32(struct.pack("<I", item.digest), digest)
+        batches = [replace(item.batch, first_row=self.sampler.first_row(m)) for m, item in enumerate(built)]
+        return StepBatches(
+            microbatches=self._to_device(batches),
+            digest=digest,
+            valid_tokens=sum(batch.valid_tokens for batch in batches),
+            wait_seconds=waited,
+            next_consumed=self.sampler.after(consumed, global_batch_size),
+            samples=samples,
+        )
+
+    def skip(self, start: int, stop: int) -> None:
+        """Take samples [start, stop) out of the order from now on (a rollback)."""
+        self._drop()
+        self.sampler = replace(self.sampler, skipped=(*self.sampler.skipped, (start, stop)))
+
+    def close(self) -> None:
+        """Stop the threads. The loader can still be used: it goes on without them."""
+        self._drop()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+
+    def _seek(self, consumed: int) -> None:
+        """Make the queue begin at ``consumed``."""
+        if self._queue and self._queue[0][0] != consumed:
+            self._drop()
+        if not self._queue:
+            self._tail = consumed
+
+    def _fill(self, count: int) -> None:
+        """Have ``count`` microbatches in the queue, built or under way."""
+        while len(self._queue) < count:
+            ids = self.sampler.rows(self._tail, 0)
+            if self._pool is not None:
+                future = self._pool.submit(self._build, ids)
+            else:
+                future = Future()
+                _run(future, self._build, ids)
+            self._queue.append((self._tail, ids, future))
+            self._tail = self.sampler.after(self._tail, self.sampler.stride)
+
+    def _drop(self) -> None:
+        for _, _, future in self._queue:
+            future.cancel()
+        self._queue.clear()
+
+    def _build(self, ids: list[int]) -> _Built:
+        """One microbatch, on the host."""
+        batch = make_batch([self._row(j) for j in ids], **self._options)  # type: ignore[arg-type]
+        offsets = batch.cu_seqlens.numpy()[: batch.num_documents + 1]
+        digest = zlib.crc32(struct.pack(f"<{len(ids)}qq", *ids, batch.valid_tokens))
+        for part in (
+            offsets,
+            batch.tokens.numpy(),
+            batch.targets.numpy()[self.seq_length - 1 :: self.seq_length].copy(),
+        ):
+            digest = zlib.crc32(part.data, digest)
+        return _Built(batch.pin() if self._stream is not None else batch, digest)
+
+    def _row(self, j: int) -> Row:
+        try:
+            row = self.dataset.row(j)
+            if len(row.tokens) != self.seq_length + 1:
+                raise ValueError(f"it has {len(row.tokens)} tokens, not the {self.seq_length + 1} of a row")
+        except Exception as error:
+            raise SampleError(
+                f"sample {j} (data-parallel rank {self.sampler.dp_index}) could not be read: {type(error).__name__}: {error}"
+            ) from error
+        return row
+
+    def _to_device(self, batches: list[Batch]) -> list[Batch]:
+        """Copies on the copy stream, which the current stream waits for."""
+        if self._stream is None:
+            return batches if self.device.type == "cpu" else [batch.to(self.device) for batch in batches]
+        with torch.cuda.stream(self._stream):
+            moved = [batch.to(self.device) for batch in batches]
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._stream)
+        for batch in moved:
+            batch.record_stream(current)
+        return moved
+
+
+def _run(future: Future[_Built], build: object, ids: list[int]) -> None:
+    """Compute a future here and now."""
+    try:
+        future.set_result(build(ids))  # type: ignore[operator]
+    except Exception as error:
+        future.set_exception(error)

@@ -79,7 +79,15 @@ setup(
         "tyro>=0.9",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.9", "mypy>=1.13", "setuptools>=70", "wheel"],
+        "test": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "ruff>=0.9",
+            "mypy>=1.13",
+            "setuptools>=70",
+            "wheel",
+        ],
         "hf": ["transformers>=4.45", "safetensors>=0.4"],
     },
     entry_points={"console_scripts": ["megatron-lite = megatron_lite.cli.main:main"]},

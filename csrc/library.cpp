@@ -5,7 +5,14 @@
 // only: -1 for the best instruction set, 0 to force the plain one.
 #include <torch/csrc/stable/library.h>
 
+#include "common/cpu.h"
+
+// The best instruction set that this CPU has: 0 plain, 1 AVX2, 2 AVX-512.
+static int64_t cpu_isa() { return megatron_lite::best_isa(); }
+
 STABLE_TORCH_LIBRARY(megatron_lite, m) {
+  m.def("cpu_isa() -> int");
+  m.impl("cpu_isa", TORCH_BOX(&cpu_isa));
   m.def("swiglu_forward(Tensor gate, Tensor up, Tensor(a!) out, int isa) -> ()");
   m.def(
       "swiglu_backward(Tensor grad, Tensor gate, Tensor up, Tensor(a!) grad_gate, Tensor(b!) grad_up, int isa) -> ()");

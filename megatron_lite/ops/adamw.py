@@ -42,9 +42,7 @@ class Coefficients:
     eps: float
 
 
-def coefficients(
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int
-) -> Coefficients:
+def coefficients(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int) -> Coefficients:
     """The coefficients of step ``step`` (the first is 1)."""
     return Coefficients(
         decay=1 - lr * weight_decay,

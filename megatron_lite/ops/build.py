@@ -7,21 +7,19 @@ leaves is swept away by a later one. The destination's name holds the torch, Pyt
 a digest of the sources, so that two environments can share a directory and an outdated build is never loaded.
 
 A library that cannot be built is a message, not an error: the program then runs on plain PyTorch. This file imports no
-torch (it reads the version from torch's files), so that it runs in pip's isolated build environments too. Against the
-stable ABI, a binary built with one torch serves that one and later ones.
+torch, so that it runs in pip's isolated build environments too. Against the stable ABI, a binary built with one torch
+serves that one and later ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -31,8 +29,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_lite.ops.toolchain import BuildError, Torch, compiler_version, find_compiler, find_nvcc, find_torch, run
+
 PACKAGE = Path(__file__).resolve().parent.parent
-LEAST_TORCH = (2, 11)
 TARGET_ABI = "0x020b000000000000"  # the oldest torch whose stable ABI the sources use: 2.11
 DEFAULT_ARCHITECTURES = ("80", "90")
 CPU_SOURCES = ("library.cpp", "rms_norm_cpu.cpp", "swiglu_cpu.cpp", "adamw_cpu.cpp", "philox_cpu.cpp")
@@ -40,59 +39,12 @@ CUDA_SOURCES = ("rms_norm_cuda.cu", "swiglu_cuda.cu", "adamw_cuda.cu", "philox_c
 CUDA_HOST_SOURCES = ("cuda_host.cpp",)
 INDEX_SOURCES = ("data_index.cpp",)
 # One rounding per operation (no contraction), on every instruction set; errno and traps would forbid vector code.
-CXX_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall")
-CXX_FLAGS += ("-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={TARGET_ABI}")
+CXX_FLAGS = (
+    *("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-Wall", "-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={TARGET_ABI}"),
+)
 NVCC_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC", "-Xcompiler", "-fvisibility=hidden")
-TIMEOUT_SECONDS = 900
 ABANDONED_SECONDS = 3600
-
-
-class BuildError(Exception):
-    """A library cannot be built, for the reason in the text."""
-
-
-@dataclass(frozen=True)
-class Torch:
-    """The torch to build against: its version, the CUDA release it was built with, where its files lie."""
-
-    version: str
-    cuda: str | None
-    root: Path
-
-    @property
-    def release(self) -> tuple[int, int]:
-        """(major, minor)."""
-        return release(self.version)
-
-
-def release(version: str) -> tuple[int, int]:
-    """(2, 13) for "2.13.0+cpu"."""
-    major, minor = re.findall(r"\d+", version)[:2]
-    return int(major), int(minor)
-
-
-def find_torch() -> Torch:
-    """The torch of this interpreter, without importing it; also from inside pip's isolated build environment.
-
-    Raises:
-        BuildError: when there is none, or it is too old.
-    """
-    places = []
-    if (spec := importlib.util.find_spec("torch")) is not None and spec.origin is not None:
-        places.append(Path(spec.origin).parent)
-    # pip's isolation hides site-packages from sys.path; the interpreter still knows where they are
-    places += [Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
-    for root in places:
-        if (root / "version.py").is_file() and (root / "include/torch/csrc/stable").is_dir():
-            text = (root / "version.py").read_text()
-            version = re.search(r"^__version__ = ['\"](.+?)['\"]", text, re.MULTILINE)
-            cuda = re.search(r"^cuda\b[^=]*= ['\"](.+?)['\"]", text, re.MULTILINE)
-            assert version is not None
-            found = Torch(version.group(1), cuda.group(1) if cuda else None, root)
-            if found.release < LEAST_TORCH:
-                raise BuildError(f"torch is {found.version}; the kernels need 2.11 or later")
-            return found
-    raise BuildError(f"no torch with headers in this environment ({sys.prefix})")
 
 
 def source_directory() -> Path | None:
@@ -110,57 +62,6 @@ def source_digest(directory: Path) -> str:
         if path.suffix in (".cpp", ".cu", ".h"):
             digest.update(path.relative_to(directory).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
-
-
-def find_compiler(environment: Mapping[str, str]) -> list[str]:
-    """The C++ compiler: $CXX if set, else the first of c++, g++, clang++ on the path.
-
-    Raises:
-        BuildError: when there is none.
-    """
-    if command := environment.get("CXX", "").split():
-        if shutil.which(command[0], path=environment.get("PATH")) is None:
-            raise BuildError(f"the compiler named by CXX, {command[0]!r}, does not exist")
-        return command
-    for name in ("c++", "g++", "clang++"):
-        if path := shutil.which(name, path=environment.get("PATH")):
-            return [path]
-    raise BuildError("no C++ compiler (c++, g++ or clang++) on PATH")
-
-
-def compiler_version(compiler: Sequence[str]) -> str:
-    """For instance "gcc12" or "clang17".
-
-    Raises:
-        BuildError: when the compiler does not run.
-    """
-    text = run([*compiler, "-dM", "-E", "-x", "c++", "/dev/null"])
-    defined = dict(re.findall(r"^#define (\w+) (\S+)", text, re.MULTILINE))
-    if "__clang_major__" in defined:
-        return f"clang{defined['__clang_major__']}"
-    return f"gcc{defined.get('__GNUC__', '')}"
-
-
-def find_nvcc(environment: Mapping[str, str]) -> Path | None:
-    """nvcc of $CUDA_HOME, on the path, or in /usr/local/cuda."""
-    homes = [environment[name] for name in ("CUDA_HOME", "CUDA_PATH") if environment.get(name)]
-    candidates = [Path(home) / "bin/nvcc" for home in homes]
-    if found := shutil.which("nvcc", path=environment.get("PATH")):
-        candidates.append(Path(found))
-    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
-    return next((path for path in candidates if path.is_file()), None)
-
-
-def run(command: Sequence[str | Path]) -> str:
-    """Run a command; its output, or BuildError with the end of it."""
-    text = [str(part) for part in command]
-    try:
-        done = subprocess.run(text, check=False, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{text[0]} could not be run: {error}") from error
-    if done.returncode != 0:
-        raise BuildError(f"{' '.join(text)}\nended with code {done.returncode}:\n{(done.stderr or done.stdout)[-3000:]}")
-    return done.stdout
 
 
 def directory_key(torch: Torch, compiler: str, digest: str) -> str:
@@ -251,7 +152,9 @@ class Builder:
         version = re.search(r"release (\d+)\.", run([nvcc, "--version"]))
         if version is None or version.group(1) != self.torch.cuda.split(".")[0]:
             have = version.group(1) if version else "unknown"
-            raise BuildError(f"nvcc is of CUDA {have}, torch of CUDA {self.torch.cuda}; they must have one major version")
+            raise BuildError(
+                f"nvcc is of CUDA {have}, torch of CUDA {self.torch.cuda}; they must have one major version"
+            )
         outs = [self.objects / f"{name}.o" for name in CUDA_SOURCES]
         commands = [
             nvcc_command(nvcc, self.sources / name, out, self.architectures, self.compiler)
@@ -380,7 +283,9 @@ def user_root() -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: build, print what became of each library; 0 if the CPU libraries are there."""
     parser = argparse.ArgumentParser("python -m megatron_lite.ops.build", description="Compile the kernels of csrc/.")
-    parser.add_argument("--output", type=Path, help="directory for builds (default: in the package, or the user's cache)")
+    parser.add_argument(
+        "--output", type=Path, help="directory for builds (default: in the package, or the user's cache)"
+    )
     parser.add_argument("--force", action="store_true", help="build even if an up-to-date build is there")
     parser.add_argument("--cuda-architectures", default=",".join(DEFAULT_ARCHITECTURES), help="for instance 80,90")
     args = parser.parse_args(argv)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_lite.ops import build
+from megatron_lite.ops import build, toolchain
 
 HOW_TO_BUILD = "build them with: python -m megatron_lite.ops.build"
 FILES = {"cpu": "libmegatron_lite_cpu.so", "cuda": "libmegatron_lite_cuda.so"}
@@ -39,7 +39,7 @@ def candidates(where: Sequence[Path]) -> list[tuple[Path, dict[str, Any]]]:
     for root in where:
         stamped = [(path, build.read_stamp(path)) for path in root.glob("torch*")]
         known = [(path, stamp) for path, stamp in stamped if stamp is not None]
-        found += sorted(known, key=lambda entry: (build.release(entry[1]["torch"]), entry[0].name), reverse=True)
+        found += sorted(known, key=lambda entry: (toolchain.release(entry[1]["torch"]), entry[0].name), reverse=True)
     return found
 
 
@@ -47,7 +47,7 @@ def unfit(stamp: dict[str, Any], directory: Path, torch_version: str, cuda: str 
     """Why a build cannot serve this process, or None."""
     if stamp["machine"] != platform.machine():
         return f"built for {stamp['machine']}, this is {platform.machine()}"
-    if build.release(stamp["torch"]) > build.release(torch_version):
+    if toolchain.release(stamp["torch"]) > toolchain.release(torch_version):
         return f"built with torch {stamp['torch']}, this is {torch_version}"
     if kind == "cuda" and (stamp["cuda"] or "").split(".")[0] != (cuda or "").split(".")[0]:
         return f"built for CUDA {stamp['cuda']}, this torch is of CUDA {cuda}"
@@ -71,7 +71,7 @@ def torch_versions() -> tuple[str, str | None]:
         import torch
 
         return torch.__version__, torch.version.cuda
-    found = build.find_torch()
+    found = toolchain.find_torch()
     return found.version, found.cuda
 
 
@@ -80,7 +80,7 @@ def find(kind: str, where: Sequence[Path] | None = None) -> tuple[Path | None, s
     where = roots() if where is None else where
     try:
         version, cuda = torch_versions()
-    except build.BuildError as error:
+    except toolchain.BuildError as error:
         return None, str(error)
     reasons: list[str] = []
     for directory, stamp in candidates(where):

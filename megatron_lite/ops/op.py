@@ -76,7 +76,9 @@ def target(device: torch.device | str) -> Target:
         return Target(kind, name=kind)
     if card and not card.isdigit():
         if card not in CAPABILITY:
-            raise ValueError(f"unknown device cuda:{card}; known: " + ", ".join(f"cuda:{c}" for c in sorted(CAPABILITY)))
+            raise ValueError(
+                f"unknown device cuda:{card}; known: " + ", ".join(f"cuda:{c}" for c in sorted(CAPABILITY))
+            )
         return Target("cuda", CAPABILITY[card], present=False, name=f"cuda:{card}")
     if not torch.cuda.is_available():
         return Target("cuda", None, present=False, name="cuda")

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lite.ops.op import Kernel, Op, Problem, Reason, capability_reason, dtype_reason, numel, short, wide
 
-CUDA_SHARED_BYTES = 128 << 10  # column sums of one block of rows are held there: one number of compute dtype per feature
+CUDA_SHARED_BYTES = 128 << 10  # of column sums, one number in the compute dtype per feature
 CPU_ROWS = 64  # rows per partial column sum
 CUDA_BLOCKS = 512  # partial column sums on a GPU, whatever the GPU: the order of addition does not depend on it
 

@@ -1,4 +1,10 @@
-"""From compute actions to a whole plan: who sends what to whom, and when gradients are summed."""
+"""From compute actions to a whole plan: who sends what to whom, when receives are posted, when gradients are summed.
+
+Hidden states come from the stage before and go to the stage after; their gradients go the other way. A result is sent
+right after it was computed. A receive is posted one compute action ahead of the one that takes it: the message travels
+while that one runs. Sums of gradients follow the last backward pass, tied tensors last, since they wait for other
+stages.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ def lower(
     pp: int,
     microbatches: int,
     *,
-    buckets: Sequence[int] = (),
+    buckets: Sequence[int] | None = None,
     ties: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Plan:
     """The plan of a schedule.
@@ -21,38 +27,46 @@ def lower(
     Args:
         schedule: a name in :data:`megatron_lite.pipeline.schedules.SCHEDULES`.
         pp, microbatches: sizes, each at least 1.
-        buckets: number of gradient buckets of each stage.
-        ties: stages that hold each tied tensor.
+        buckets: number of gradient buckets of each stage; None: one each.
+        ties: stages that hold each tied tensor; those of one holder need no sum.
 
-    Hidden states come from the stage before and go to the stage after; their gradients the other way. A stage receives
-    right before it computes and sends right after. Sums of gradients follow the last backward pass.
+    Raises:
+        ValueError: no such schedule, or a size below 1.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown pipeline schedule {schedule!r}: one of {', '.join(SCHEDULES)}")
     if microbatches < 1 or pp < 1:
         raise ValueError(f"a plan needs at least one stage and one microbatch, not {pp} and {microbatches}")
+    computes = [list(SCHEDULES[schedule](stage, pp, microbatches)) for stage in range(pp)]
+    trains = any(isinstance(action, Backward) for action in computes[0])
+    counts = tuple(buckets if buckets is not None else [1] * pp) if trains else (0,) * pp
+    assert len(counts) == pp, (counts, pp)
+    held = tuple((name, stages) for name, stages in sorted((ties or {}).items()) if trains and len(stages) > 1)
     stages = []
-    for stage in range(pp):
-        actions = list(_with_messages(schedule, stage, pp, microbatches))
-        if any(isinstance(a, Backward) for a in actions):
-            actions += [Reduce(b) for b in range(buckets[stage] if buckets else 0)]
-            actions += [Sync(name, held) for name, held in sorted((ties or {}).items()) if stage in held and len(held) > 1]
+    for stage, own in enumerate(computes):
+        actions = list(_with_messages(own, stage, pp))
+        actions += [Reduce(b) for b in range(counts[stage])]
+        actions += [Sync(name) for name, holders in held if stage in holders]
         stages.append(tuple(actions))
-    return Plan(schedule, microbatches, tuple(stages))
+    return Plan(schedule, microbatches, tuple(stages), trains, counts, held)
 
 
-def _with_messages(schedule: str, stage: int, pp: int, microbatches: int) -> Iterator[Action]:
-    for action in SCHEDULES[schedule](stage, pp, microbatches):
-        m = action.microbatch
-        if isinstance(action, Forward):
-            if stage > 0:
-                yield Recv("forward", m, stage - 1)
-            yield action
-            if stage < pp - 1:
-                yield Send("forward", m, stage + 1)
-        else:
-            if stage < pp - 1:
-                yield Recv("backward", m, stage + 1)
-            yield action
-            if stage > 0:
-                yield Send("backward", m, stage - 1)
+def _with_messages(computes: Sequence[Forward | Backward], stage: int, pp: int) -> Iterator[Action]:
+    """One stage's compute actions with its receives and sends."""
+    yield from _receive(computes[0], stage, pp)
+    for i, action in enumerate(computes):
+        if i + 1 < len(computes):
+            yield from _receive(computes[i + 1], stage, pp)
+        yield action
+        if isinstance(action, Forward) and stage < pp - 1:
+            yield Send("forward", action.microbatch, stage + 1)
+        if isinstance(action, Backward) and stage > 0:
+            yield Send("backward", action.microbatch, stage - 1)
+
+
+def _receive(action: Forward | Backward, stage: int, pp: int) -> Iterator[Recv]:
+    """The receive that a compute action needs, if it needs one."""
+    if isinstance(action, Forward) and stage > 0:
+        yield Recv("forward", action.microbatch, stage - 1)
+    if isinstance(action, Backward) and stage < pp - 1:
+        yield Recv("backward", action.microbatch, stage + 1)

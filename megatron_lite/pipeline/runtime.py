@@ -1,8 +1,13 @@
 """Running a verified plan: a loop over its actions.
 
-Of a microbatch the stage keeps, from forward to backward, its input and the *edge* of the graph at its output; the
-output itself is dropped once it has been sent. Receives are posted one ahead, into buffers of their own. A send is
-waited for before the next one of its queue starts, as the verifier assumes, and all of them at the end.
+Of a microbatch the stage keeps, from forward to backward, its input and the *edge* of the graph at its output. The
+output itself is let go as soon as it has been sent, without a trick: autograd needs the edge, and the tensor only where
+some operation saved it. A stage calls backward once for each microbatch.
+
+Where the loop waits is what ``simulate`` assumes: a pass for its message, a send for the one before it in its queue, the
+end for the last sends. On a GPU a wait orders the compute stream, the host runs on. Buffers are allocated on the compute
+stream; a receive starts after what that stream has in hand, and a send's tensor is held until the stream is behind the
+send, so memory is reused in order.
 
 The loss of a microbatch is multiplied by its scale before backward; the sums that come back carry the same factor, so
 that the objective that is logged is the one that was differentiated.
@@ -21,30 +26,36 @@ from megatron_lite.data.batch import Batch
 from megatron_lite.mesh.collectives import Handle
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.model.protocol import ForwardContext
-from megatron_lite.pipeline.action import Backward, Direction, Forward, Plan, Recv, Reduce, Send, Sync
+from megatron_lite.pipeline.action import Backward, Direction, Forward, Plan, Recv, Send
 from megatron_lite.pipeline.lower import lower
 from megatron_lite.pipeline.stage import Stage
 from megatron_lite.pipeline.verify import verify
+from megatron_lite.tensor.regions import slice_length
 
 
 class GradientSums(Protocol):
     """What the runtime needs of the gradient buckets."""
 
-    def last_microbatch(self) -> None: ...
-    def finish(self) -> None: ...
+    def last_microbatch(self) -> None:
+        """The next backward call is the last of the step."""
+
+    def finish(self) -> None:
+        """Start the sums that were not started, and wait for all of them."""
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the microbatches of one step on this rank, fp64 scalars on the device.
+    """Sums over the microbatches of one step on this rank.
 
     Attributes:
-        loss_sum: of scale * loss over the microbatches; None on every stage but the last.
-        aux_sum: of scale * auxiliary loss of this stage's blocks; None where no block has one.
+        loss_sum: of scale * loss over the microbatches, fp64 scalar on the device; None on every stage but the last.
+        aux_sum: of scale * auxiliary loss of this stage's blocks, likewise; None where no block has one.
+        tokens: valid target tokens, host integer; the same on all stages.
     """
 
     loss_sum: torch.Tensor | None
     aux_sum: torch.Tensor | None
+    tokens: int
 
 
 @dataclass
@@ -69,11 +80,10 @@ class Runtime:
         self._plans: dict[tuple[str, int], Plan] = {}
 
     def plan(self, schedule: str, microbatches: int) -> Plan:
-        """The verified plan of a schedule."""
+        """The verified plan of a schedule; a stage's buckets are one to it, since ``finish`` sums them all."""
         key = (schedule, microbatches)
         if key not in self._plans:
-            ties = {name: held for name, held in self.stage.tie_holders.items() if len(held) > 1}
-            plan = lower(schedule, self.mesh.layout.pp, microbatches, buckets=[1] * self.mesh.layout.pp, ties=ties)
+            plan = lower(schedule, self.mesh.layout.pp, microbatches, ties=self.stage.tie_holders)
             verify(plan)
             self._plans[key] = plan
         return self._plans[key]
@@ -83,20 +93,26 @@ class Runtime:
     ) -> Sums:
         """Forward and backward of all microbatches; ends with every gradient summed (``gradients.finish()``).
 
-        ``scales`` multiplies each microbatch's loss.
+        Args:
+            batches: microbatches of this data-parallel rank; they may differ in size, and hold no valid token.
+            seed, step: key of the dropout masks.
+            scales: factor on each microbatch's loss.
+            gradients: set to zero by the caller.
         """
-        run = _Run(self, self.plan(self.schedule, len(batches)), batches, scales, seed, step, gradients)
-        return run()
+        self._mode(training=True)
+        with torch.enable_grad():
+            return _Run(self, self.plan(self.schedule, len(batches)), batches, scales, seed, step, gradients).run()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], *, seed: int = 0, step: int = 0) -> Sums:
-        """Loss sums of batches, dropout off; no gradient is touched. Any number of batches."""
-        run = _Run(self, self.plan("forward", len(batches)), batches, [1.0] * len(batches), seed, step, None)
-        return run()
+        """Loss sums of any number of batches, dropout off. Keeps no graph and touches no gradient."""
+        self._mode(training=False)
+        return _Run(self, self.plan("forward", len(batches)), batches, [1.0] * len(batches), seed, step, None).run()
 
     @torch.no_grad()
     def infer(self, ctx: ForwardContext) -> torch.Tensor | None:
         """Logits [T, V] of one batch on the last stage, None on the others."""
+        self._mode(training=False)
         me, pp = self.mesh.coords.pp, self.mesh.layout.pp
         hidden = None
         if me > 0:
@@ -108,11 +124,22 @@ class Runtime:
         self.mesh.queue(me, me + 1, "forward").send(out.contiguous()).wait()
         return None
 
+    def _mode(self, training: bool) -> None:
+        """For modules of torch that look at their own flag."""
+        if self.stage.training != training:
+            self.stage.train(training)
+
     def message(self, batch: Batch) -> torch.Tensor:
         """A buffer for the hidden states that pass between stages: [T, H], or [T / tp, H] under sequence parallelism."""
+        return torch.empty(
+            self.message_shape(batch), dtype=self.stage.definition.parallel.dtype, device=self.mesh.device
+        )
+
+    def message_shape(self, batch: Batch) -> tuple[int, int]:
+        """Shape of :meth:`message`."""
         parallel = self.stage.definition.parallel
-        tokens = batch.tokens.numel() // (parallel.axis.size if parallel.sequence_parallel else 1)
-        return torch.empty(tokens, self.stage.definition.hidden_size, dtype=parallel.dtype, device=self.mesh.device)
+        ranks = parallel.axis.size if parallel.sequence_parallel else 1
+        return slice_length(batch.tokens.numel(), ranks), self.stage.definition.hidden_size
 
 
 class _Run:
@@ -129,76 +156,63 @@ class _Run:
         gradients: GradientSums | None,
     ) -> None:
         self.runtime, self.stage, self.mesh = runtime, runtime.stage, runtime.mesh
-        self.actions = plan.stages[self.mesh.coords.pp]
+        self.index = runtime.mesh.coords.pp
+        self.actions = plan.stages[self.index]
         self.batches, self.scales, self.gradients = batches, scales, gradients
         self.seed, self.step = seed, step
         self.kept: dict[int, _Kept] = {}
-        self.inputs: dict[tuple[Direction, int], torch.Tensor] = {}
-        self.outputs: dict[tuple[Direction, int], torch.Tensor] = {}
-        self.sends: dict[Direction, Handle] = {}
-        self.posted: dict[Direction, tuple[Handle, torch.Tensor, int]] = {}
-        self.to_receive: dict[Direction, list[Recv]] = {"forward": [], "backward": []}
+        self.posted: dict[tuple[Direction, int], tuple[torch.Tensor, Handle]] = {}
+        self.results: dict[tuple[Direction, int], torch.Tensor] = {}
+        self.sends: dict[Direction, Handle] = {}  # the last one of each queue
         self.loss: torch.Tensor | None = None
         self.aux: torch.Tensor | None = None
-        self.summed = False
 
-    def __call__(self) -> Sums:
-        for action in self.actions:
-            if isinstance(action, Recv):
-                self.to_receive[action.direction].append(action)
-        for waiting in self.to_receive.values():
-            waiting.reverse()
-        for direction in ("forward", "backward"):
-            self._post(direction)
+    def run(self) -> Sums:
+        finished = False
         for action in self.actions:
             if isinstance(action, Forward):
                 self._forward(action.microbatch)
             elif isinstance(action, Backward):
                 self._backward(action.microbatch)
             elif isinstance(action, Recv):
-                self._receive(action)
+                self._post(action)
             elif isinstance(action, Send):
                 self._send(action)
-            elif isinstance(action, Reduce | Sync) and not self.summed:
+            elif not finished:  # the first sum of gradients: buckets in order, then ties, is what finish() does
                 assert self.gradients is not None
-                self.gradients.finish()  # buckets in order, then ties: the whole tail of the plan
-                self.summed = True
+                self.gradients.finish()
+                finished = True
         for handle in self.sends.values():
             handle.wait()
-        return Sums(self.loss, self.aux)
+        return Sums(self.loss, self.aux, sum(batch.valid_tokens for batch in self.batches))
 
-    def _post(self, direction: Direction) -> None:
-        """Start the next receive of a queue, one ahead of its use."""
-        if not self.to_receive[direction]:
-            return
-        action = self.to_receive[direction].pop()
+    def _post(self, action: Recv) -> None:
         buffer = self.runtime.message(self.batches[action.microbatch])
-        queue = self.mesh.queue(action.peer, self.mesh.coords.pp, direction)
-        self.posted[direction] = (queue.recv(buffer, action.microbatch), buffer, action.microbatch)
+        handle = self.mesh.queue(*action.queue(self.index)).recv(buffer, action.microbatch)
+        self.posted[action.direction, action.microbatch] = (buffer, handle)
 
-    def _receive(self, action: Recv) -> None:
-        handle, buffer, microbatch = self.posted.pop(action.direction)
-        assert microbatch == action.microbatch, (microbatch, action)
+    def _received(self, direction: Direction, microbatch: int) -> torch.Tensor | None:
+        """The message that was posted for a pass, None at the ends of the pipeline."""
+        if (direction, microbatch) not in self.posted:
+            return None
+        buffer, handle = self.posted.pop((direction, microbatch))
         handle.wait()
-        self.inputs[action.direction, microbatch] = buffer
-        self._post(action.direction)
+        return buffer
 
     def _send(self, action: Send) -> None:
-        earlier = self.sends.pop(action.direction, None)
-        if earlier is not None:
+        if (earlier := self.sends.pop(action.direction, None)) is not None:
             earlier.wait()
-        tensor = self.outputs.pop((action.direction, action.microbatch))
-        queue = self.mesh.queue(self.mesh.coords.pp, action.peer, action.direction)
-        self.sends[action.direction] = queue.send(tensor, action.microbatch)
+        result = self.results.pop((action.direction, action.microbatch))
+        queue = self.mesh.queue(*action.queue(self.index))
+        self.sends[action.direction] = queue.send(result, action.microbatch)
 
     def _forward(self, microbatch: int) -> None:
         training = self.gradients is not None
-        source = self.inputs.pop(("forward", microbatch), None)
+        source = self._received("forward", microbatch)
         if source is not None and training:
             source.requires_grad_()
-        batch = self.batches[microbatch]
+        batch, scale = self.batches[microbatch], self.scales[microbatch]
         out = self.stage(source, ForwardContext(batch, seed=self.seed, step=self.step, training=training))
-        scale = self.scales[microbatch]
         objective = None
         if out.loss_sum is not None:
             objective = out.loss_sum * scale
@@ -208,9 +222,9 @@ class _Run:
             self.aux = _add(self.aux, out.aux_sum, scale)
         edge = None
         if out.hidden is not None:
-            self.outputs["forward", microbatch] = out.hidden.detach().contiguous()
-            if training:
-                edge = get_gradient_edge(out.hidden)
+            self._check_message(out.hidden, batch)
+            self.results["forward", microbatch] = out.hidden.detach().contiguous()
+            edge = get_gradient_edge(out.hidden) if training else None
         if training:
             self.kept[microbatch] = _Kept(source, edge, objective)
 
@@ -219,18 +233,29 @@ class _Run:
             assert self.gradients is not None
             self.gradients.last_microbatch()
         kept = self.kept.pop(microbatch)
+        gradient = self._received("backward", microbatch)
         roots: list[torch.Tensor | GradientEdge] = []
         seeds: list[torch.Tensor | None] = []
         if kept.edge is not None:
             roots.append(kept.edge)
-            seeds.append(self.inputs.pop(("backward", microbatch)))
-        if kept.objective is not None:
+            seeds.append(gradient)
+        if kept.objective is not None and kept.objective.requires_grad:
             roots.append(kept.objective)
-            seeds.append(torch.ones_like(kept.objective))
+            seeds.append(None)
         torch.autograd.backward(roots, seeds)  # type: ignore[arg-type]
         if kept.source is not None:
             gradient = kept.source.grad
-            self.outputs["backward", microbatch] = torch.zeros_like(kept.source) if gradient is None else gradient.contiguous()
+            gradient = torch.zeros_like(kept.source) if gradient is None else gradient.contiguous()
+            self.results["backward", microbatch] = gradient
+
+    def _check_message(self, hidden: torch.Tensor, batch: Batch) -> None:
+        wanted = self.runtime.message_shape(batch)
+        if tuple(hidden.shape) != wanted or hidden.dtype != self.stage.definition.parallel.dtype:
+            raise ValueError(
+                f"the blocks of stage {self.index} give hidden states of shape {tuple(hidden.shape)} and {hidden.dtype}; "
+                f"what passes between stages is [tokens, hidden_size] = {wanted} in the model's dtype, "
+                f"{self.stage.definition.parallel.dtype}"
+            )
 
 
 def _add(total: torch.Tensor | None, value: torch.Tensor, scale: float) -> torch.Tensor:

@@ -28,18 +28,30 @@ class Recompute:
         method: ``uniform``: every block, in units of ``blocks`` (default 1); ``block``: only the first ``blocks`` of the
             stage (default: all of them), one at a time.
         blocks: see above.
+
+    Raises:
+        ValueError: another method, or fewer than 1 block.
     """
 
     method: str = "uniform"
     blocks: int | None = None
 
-    def units(self, count: int) -> list[tuple[int, int, bool]]:
-        """(first, end, whether recomputed) of the units in which ``count`` blocks run."""
-        if self.method == "block":
-            recomputed = count if self.blocks is None else min(self.blocks, count)
-            return [(i, i + 1, i < recomputed) for i in range(count)]
-        unit = self.blocks or 1
+    def __post_init__(self) -> None:
+        if self.method not in ("uniform", "block"):
+            raise ValueError(f"recompute-method {self.method}: use uniform or block")
+        if self.blocks is not None and self.blocks < 1:
+            raise ValueError(f"recompute-num-layers {self.blocks}: at least 1")
+
+
+def recompute_units(recompute: Recompute | None, count: int) -> list[tuple[int, int, bool]]:
+    """(first, end, whether computed again) of the units in which a stage's ``count`` blocks run."""
+    if recompute is None:
+        return [(0, count, False)]
+    if recompute.method == "uniform":
+        unit = recompute.blocks or 1
         return [(i, min(i + unit, count), True) for i in range(0, count, unit)]
+    again = count if recompute.blocks is None else min(recompute.blocks, count)
+    return [(i, i + 1, True) for i in range(again)] + ([(again, count, False)] if again < count else [])
 
 
 @dataclass(frozen=True)
@@ -60,10 +72,12 @@ class StageOutput:
 class Stage(nn.Module):
     """See the module's text. Made by :meth:`build`.
 
+    Its modules are named as in the whole model (``embed``, ``blocks.7``, ``head``), and so are its parameters.
+
     Attributes:
         index, count: this stage and how many there are.
+        placement: blocks of every stage.
         tie_holders: for every tied tensor of the model, the stages that hold it.
-        specs: records of all parameters of the whole model, by global name.
     """
 
     def __init__(
@@ -81,9 +95,10 @@ class Stage(nn.Module):
         self.embed = parts.get("embed")
         self.blocks = nn.ModuleDict({str(i): parts[f"blocks.{i}"] for i in placement[index]})
         self.head = parts.get("head")
-        self.specs = {name: spec for part in specs.values() for name, spec in part.items()}
-        self.tie_holders = _tie_holders(specs, placement)
+        self.tie_holders = tie_holders(specs, placement)
         self._share_ties()
+        if recompute is not None:
+            self._refuse_drawn_masks()
 
     @classmethod
     def build(
@@ -98,9 +113,18 @@ class Stage(nn.Module):
         last: int | None = None,
         initialise: bool = True,
     ) -> Stage:
-        """Build stage ``index`` of the model and fill its parameters (``initialise`` off: they keep whatever memory held).
+        """Build one stage of the model.
 
-        Raises ValueError where the blocks do not fill the stages.
+        Args:
+            definition, layout: of the model and the job.
+            index: which stage.
+            seed: of the initial weights.
+            recompute: which blocks are computed again in backward.
+            first, last: blocks on the first and the last stage, where given by hand.
+            initialise: fill the parameters; otherwise they are left as memory was (a checkpoint will be loaded).
+
+        Raises:
+            ValueError: the blocks do not fill the stages, or the model does not go with ``recompute``.
         """
         specs = full_specs(definition)
         placement = place(specs, layout.pp, first=first, last=last)
@@ -121,7 +145,22 @@ class Stage(nn.Module):
             for key, parameter in module._parameters.items():
                 if parameter is None or parameter.spec.tie is None:  # type: ignore[attr-defined]
                     continue
-                module._parameters[key] = first.setdefault(parameter.spec.tie, parameter)  # type: ignore[attr-defined]
+                shared = first.setdefault(parameter.spec.tie, parameter)  # type: ignore[attr-defined]
+                if shared.shape != parameter.shape:  # one full shape, but split over tp in two ways
+                    raise ValueError(
+                        f"{parameter.spec.tie} is tied between parameters that are split differently: "  # type: ignore[attr-defined]
+                        f"{tuple(shared.shape)} and {tuple(parameter.shape)} on this rank"
+                    )
+                module._parameters[key] = shared
+
+    def _refuse_drawn_masks(self) -> None:
+        """torch's dropout draws its masks: the second pass of a recomputed block would draw others."""
+        drawn = [n for n, m in self.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
+        if drawn:
+            raise ValueError(
+                f"recompute-granularity full: {', '.join(drawn)} of torch would drop other elements in the second forward "
+                f"pass; use megatron_lite.tensor.random.dropout, which is keyed, or no recompute"
+            )
 
     def forward(self, hidden: torch.Tensor | None, ctx: ForwardContext) -> StageOutput:
         """Run this stage on a microbatch; ``hidden`` is None on the first stage."""
@@ -141,10 +180,8 @@ class Stage(nn.Module):
         assert hidden is not None
         blocks = list(self.blocks.values())
         aux: torch.Tensor | None = None
-        plain = Recompute("block", 0)
-        units = (self.recompute if self.recompute is not None and torch.is_grad_enabled() else plain).units(len(blocks))
-        for begin, end, again in units:
-            if again:  # masks are keyed, not drawn, so no generator state has to be kept for the second pass
+        for begin, end, again in recompute_units(self.recompute, len(blocks)):
+            if again and torch.is_grad_enabled():  # masks are keyed, so no generator's state has to be kept
                 hidden, part = checkpoint(
                     _run_blocks, blocks[begin:end], hidden, ctx, use_reentrant=False, preserve_rng_state=False
                 )
@@ -172,10 +209,22 @@ def _run_blocks(
 def place(
     specs: dict[str, dict[str, ParamSpec]], pp: int, *, first: int | None = None, last: int | None = None
 ) -> list[range]:
-    """Blocks of each stage, costed by the elements that a token is multiplied with."""
+    """Blocks of each stage.
 
-    def cost(part: str) -> float:
-        return float(sum(s.numel for s in specs[part].values()))
+    A part costs as many operations for a token as its parameters have elements, a tied matrix in the head too; a lookup
+    in the embedding costs nothing. (Attention's products over the sequence are left out: the same for each block, and a small
+    part until sequences are long.)
+
+    Args:
+        specs: of :func:`megatron_lite.model.protocol.full_specs`.
+        first, last: blocks on the first and the last stage, where given by hand.
+
+    Raises:
+        ValueError: the blocks do not fill the stages.
+    """
+
+    def cost(part: str) -> int:
+        return sum(spec.numel for spec in specs[part].values())
 
     blocks = [cost(part) for part in specs if part.startswith("blocks.")]
     return partition(blocks, pp, first=first, last=last, head_cost=cost("head"))
@@ -188,7 +237,8 @@ def parts_of(stage: int, placement: list[range]) -> list[str]:
     return parts + (["head"] if stage == len(placement) - 1 else [])
 
 
-def _tie_holders(specs: dict[str, dict[str, ParamSpec]], placement: list[range]) -> dict[str, tuple[int, ...]]:
+def tie_holders(specs: dict[str, dict[str, ParamSpec]], placement: list[range]) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each tied tensor, by its name: arithmetic, the same on every rank."""
     holders: dict[str, set[int]] = {}
     for stage in range(len(placement)):
         for part in parts_of(stage, placement):

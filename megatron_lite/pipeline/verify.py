@@ -1,24 +1,34 @@
 """Proof, without running anything, that a plan computes everything once and ends.
 
-The model of communication holds for gloo and NCCL alike. Each (edge, direction) is one in-order queue. A receive ends
-when the message at its place in the queue has been sent; a send starts at once, but not before the one before it in its
-queue has met its receive (the runtime waits for it there), so at most one send of a queue is under way. The host runs
-its actions in program order. Nothing is tagged: the n-th receive of a queue gets the n-th send, and the verifier checks
-that the two name the same microbatch. Sums over stages (ties) are rendezvous of all holders.
+Two steps. *Rules* of one stage: every forward and backward pass once and in order, each after its message was posted,
+every result sent once and in order after it was computed, at most one receive posted ahead of the message that is taken
+next, sums of gradients after the last backward pass and ties after them, nothing missing at the end. *Simulation* of all
+stages together (``simulate``): every message meets its receive and nobody waits for ever. Both at once are a proof for
+any timing, since queues deliver in order and a stage's program order is fixed: what happens does not depend on when.
+
+The same walk gives what a plan costs: the bubble, and how many microbatches' activations each stage keeps.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from megatron_lite.pipeline.action import Action, Backward, Direction, Forward, Plan, Recv, Reduce, Send, Sync
+from megatron_lite.pipeline.action import (
+    Action,
+    Backward,
+    Direction,
+    Forward,
+    Plan,
+    PlanError,
+    Recv,
+    Reduce,
+    Send,
+    Sync,
+)
+from megatron_lite.pipeline.simulate import Span, simulate
 
-Edge = tuple[int, int, Direction]
-
-
-class PlanError(AssertionError):
-    """A plan that would hang or compute something wrong; the text names stage, position and action."""
+_AHEAD = 1  # receives of one queue that may be posted ahead of the message that is taken next
 
 
 @dataclass(frozen=True)
@@ -26,183 +36,169 @@ class Report:
     """What a verified plan costs.
 
     Attributes:
-        peak_microbatches: for each stage, the largest number of microbatches whose activations it keeps at a time.
-        makespan: time from first to last action, with a forward pass taking ``forward`` and a backward ``backward``.
+        peak_microbatches: for each stage, the largest number of microbatches whose activations it keeps at a time (0
+            where there is no backward pass).
+        makespan: time from the first to the last pass, in the unit of the passes' costs.
         bubble: share of the stages' time in which they compute nothing.
+        timeline: every pass of each stage in time.
     """
 
     peak_microbatches: tuple[int, ...]
     makespan: float
     bubble: float
+    timeline: tuple[tuple[Span, ...], ...]
 
 
 def verify(plan: Plan, *, forward: float = 1.0, backward: float = 2.0) -> Report:
-    """Check a plan and return its costs. Raises PlanError."""
-    for stage, actions in enumerate(plan.stages):
-        _check_stage(plan, stage, actions)
-    makespan = _simulate(plan, forward, backward)
-    work = sum(plan.microbatches * (forward + (backward if plan.trains else 0.0)) for _ in plan.stages)
-    peaks = tuple(_peak(actions) for actions in plan.stages)
-    return Report(peaks, makespan, 1.0 - work / (makespan * len(plan.stages)))
+    """Check a plan and return its costs.
+
+    Args:
+        forward, backward: time that one pass of a stage takes.
+
+    Raises:
+        PlanError: it would hang or compute something wrong; names stage, position and action.
+    """
+    peaks = tuple(_check_stage(plan, stage) for stage in range(len(plan.stages)))
+    timeline = simulate(plan, forward=forward, backward=backward)
+    makespan = max(spans[-1].end for spans in timeline)
+    work = sum(span.end - span.start for spans in timeline for span in spans)
+    return Report(peaks, makespan, 1.0 - work / (makespan * len(timeline)), timeline)
 
 
-def _fail(stage: int, position: int, action: Action | None, why: str) -> PlanError:
-    what = "the end" if action is None else f"{action} (position {position})"
-    return PlanError(f"stage {stage}, {what}: {why}")
+@dataclass
+class _Seen:
+    """What a stage has done so far. Counts are enough, since everything is done in the order of microbatches."""
+
+    stage: int
+    last_stage: int
+    computed: dict[Direction, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
+    posted: dict[Direction, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
+    sent: dict[Direction, int] = field(default_factory=lambda: {"forward": 0, "backward": 0})
+    buckets: int = 0
+    ties: list[str] = field(default_factory=list)
+
+    def source(self, direction: Direction) -> int | None:
+        """The stage that messages of this direction come from, None where this stage makes them."""
+        source = self.stage - 1 if direction == "forward" else self.stage + 1
+        return source if 0 <= source <= self.last_stage else None
+
+    def destination(self, direction: Direction) -> int | None:
+        """The stage that this stage's results of this direction go to."""
+        return self.source("backward" if direction == "forward" else "forward")
 
 
-def _check_stage(plan: Plan, stage: int, actions: tuple[Action, ...]) -> None:
-    """Each pass exactly once and in order, inputs received before, outputs sent after, sums at the end."""
-    pp, done_f, done_b = len(plan.stages), 0, 0
-    received: set[tuple[Direction, int]] = set()
-    sent: set[tuple[Direction, int]] = set()
-    summed: list[Action] = []
-    for position, action in enumerate(actions):
-        if summed and not isinstance(action, Reduce | Sync):
-            raise _fail(stage, position, action, f"it comes after {summed[-1]}, which sums finished gradients")
-        if isinstance(action, Forward):
-            if action.microbatch != done_f:
-                raise _fail(stage, position, action, f"the next forward pass is F{done_f}")
-            if stage > 0 and ("forward", action.microbatch) not in received:
-                raise _fail(stage, position, action, "its input has not been received")
-            done_f += 1
-        elif isinstance(action, Backward):
-            if action.microbatch != done_b or done_b >= done_f:
-                raise _fail(stage, position, action, f"the next backward pass is B{done_b}, after F{done_b}")
-            if stage < pp - 1 and ("backward", action.microbatch) not in received:
-                raise _fail(stage, position, action, "the gradient of its output has not been received")
-            done_b += 1
-        elif isinstance(action, Recv):
-            _check_peer(stage, position, action, pp, action.peer, before=action.direction == "forward")
-            received.add((action.direction, action.microbatch))
-        elif isinstance(action, Send):
-            _check_peer(stage, position, action, pp, action.peer, before=action.direction == "backward")
-            done = done_f if action.direction == "forward" else done_b
-            if action.microbatch >= done:
-                raise _fail(stage, position, action, "what it sends has not been computed")
-            if (action.direction, action.microbatch) in sent:
-                raise _fail(stage, position, action, "it has been sent already")
-            sent.add((action.direction, action.microbatch))
-        else:
-            if action in summed:
-                raise _fail(stage, position, action, "it stands there twice")
-            if isinstance(action, Reduce) and any(isinstance(a, Sync) for a in summed):
-                raise _fail(stage, position, action, "buckets are launched before ties are summed")
-            if not plan.trains or done_b != plan.microbatches:
-                raise _fail(stage, position, action, f"only {done_b} of {plan.microbatches} backward passes are done")
-            summed.append(action)
-    if done_f != plan.microbatches or (plan.trains and done_b != plan.microbatches):
-        raise _fail(stage, len(actions), None, f"{done_f} forward and {done_b} backward passes of {plan.microbatches}")
-
-
-def _check_peer(stage: int, position: int, action: Action, pp: int, peer: int, *, before: bool) -> None:
-    wanted = stage - 1 if before else stage + 1
-    if peer != wanted or not 0 <= peer < pp:
-        raise _fail(stage, position, action, f"its peer is no neighbour on that side (stages 0 to {pp - 1})")
-
-
-def _simulate(plan: Plan, forward: float, backward: float) -> float:
-    """Run the model; returns the makespan. Raises PlanError where nothing moves any more or messages do not match."""
-    pp = len(plan.stages)
-    at, clock = [0] * pp, [0.0] * pp
-    sends: dict[Edge, list[tuple[int, float]]] = defaultdict(list)  # (microbatch, time at which it was sent)
-    receives: dict[Edge, list[float]] = defaultdict(list)  # times at which receives ended
-    waiting: dict[str, dict[int, float]] = defaultdict(dict)  # tie -> stage -> time of arrival
-    released: dict[str, float] = {}
-
-    def step(stage: int, action: Action) -> bool:
-        """Do the action if it can be done now."""
-        if isinstance(action, Forward | Backward):
-            clock[stage] += forward if isinstance(action, Forward) else backward
-        elif isinstance(action, Send):
-            edge: Edge = (stage, action.peer, action.direction)
-            under_way = len(sends[edge])
-            if under_way > 0:
-                if len(receives[edge]) < under_way:  # the send before has not met its receive
-                    return False
-                clock[stage] = max(clock[stage], receives[edge][under_way - 1])
-            sends[edge].append((action.microbatch, clock[stage]))
-        elif isinstance(action, Recv):
-            edge = (action.peer, stage, action.direction)
-            number = len(receives[edge])
-            if len(sends[edge]) <= number:
-                return False
-            microbatch, when = sends[edge][number]
-            if microbatch != action.microbatch:
-                raise _fail(stage, at[stage], action, f"the message at this place of the queue is microbatch {microbatch}")
-            clock[stage] = max(clock[stage], when)
-            receives[edge].append(clock[stage])
-        elif isinstance(action, Sync):
-            waiting[action.tie][stage] = clock[stage]
-            if set(waiting[action.tie]) >= set(action.stages):
-                released[action.tie] = max(waiting[action.tie].values())
-            if action.tie not in released:
-                return False
-            clock[stage] = max(clock[stage], released[action.tie])
-        return True
-
-    moved = True
-    while moved:
-        moved = False
-        for stage, actions in enumerate(plan.stages):
-            while at[stage] < len(actions) and step(stage, actions[at[stage]]):
-                at[stage] += 1
-                moved = True
-    stuck = [(s, at[s], actions[at[s]]) for s, actions in enumerate(plan.stages) if at[s] < len(actions)]
-    if stuck:
-        raise PlanError("deadlock: " + "; ".join(f"stage {s} waits at {a} (position {p})" for s, p, a in stuck))
-    for (src, dst, direction), queue in sends.items():
-        got = len(receives[src, dst, direction])
-        if got != len(queue):
-            raise PlanError(f"stage {src} sends {len(queue)} {direction} messages to stage {dst}, which receives {got}")
-    return max(clock)
-
-
-def _peak(actions: tuple[Action, ...]) -> int:
-    """Largest number of microbatches between their forward and backward pass (1 where there is no backward)."""
-    if not any(isinstance(a, Backward) for a in actions):
-        return 1
-    kept = peak = 0
-    for action in actions:
-        kept += isinstance(action, Forward)
-        kept -= isinstance(action, Backward)
-        peak = max(peak, kept)
+def _check_stage(plan: Plan, stage: int) -> int:
+    """The rules of one stage; returns the largest number of microbatches between their forward and backward pass."""
+    seen, peak = _Seen(stage, len(plan.stages) - 1), 0
+    for position, action in enumerate(plan.stages[stage]):
+        for why in _violations(plan, seen, action):
+            raise PlanError(plan, stage, position, why)
+        _note(seen, action)
+        if plan.trains:
+            peak = max(peak, seen.computed["forward"] - seen.computed["backward"])
+    for why in _missing(plan, seen):
+        raise PlanError(plan, stage, len(plan.stages[stage]), why)
     return peak
 
 
+def _note(seen: _Seen, action: Action) -> None:
+    if isinstance(action, Forward | Backward):
+        seen.computed["forward" if isinstance(action, Forward) else "backward"] += 1
+    elif isinstance(action, Recv):
+        seen.posted[action.direction] += 1
+    elif isinstance(action, Send):
+        seen.sent[action.direction] += 1
+    elif isinstance(action, Reduce):
+        seen.buckets += 1
+    else:
+        seen.ties.append(action.tie)
+
+
+def _violations(plan: Plan, seen: _Seen, action: Action) -> Iterator[str]:
+    """What is wrong with this action after what was seen."""
+    if isinstance(action, Reduce | Sync):
+        yield from _tail_violations(plan, seen, action)
+        return
+    if seen.buckets or seen.ties:
+        yield "it comes after the sum of gradients"
+    m = action.microbatch
+    if not 0 <= m < plan.microbatches:
+        yield f"microbatches are 0 to {plan.microbatches - 1}"
+    if isinstance(action, Forward | Backward):
+        direction: Direction = "forward" if isinstance(action, Forward) else "backward"
+        if m != seen.computed[direction]:
+            yield f"the next {direction} pass is that of microbatch {seen.computed[direction]}"
+        if seen.source(direction) is not None and m >= seen.posted[direction]:
+            yield f"the receive of its {'input' if direction == 'forward' else 'gradient'} has not been posted"
+        if direction == "backward" and m >= seen.computed["forward"]:
+            yield "its forward pass has not been computed"
+    elif isinstance(action, Send):
+        if action.peer != seen.destination(action.direction):
+            yield f"stage {seen.stage} sends nothing {action.direction} to stage {action.peer}"
+        if m != seen.sent[action.direction]:
+            yield f"the next to be sent {action.direction} is microbatch {seen.sent[action.direction]}"
+        if m >= seen.computed[action.direction]:
+            yield "what it sends has not been computed"
+    else:
+        if action.peer != seen.source(action.direction):
+            yield f"stage {seen.stage} gets nothing {action.direction} from stage {action.peer}"
+        if m != seen.posted[action.direction]:
+            yield f"the next to be received {action.direction} is microbatch {seen.posted[action.direction]}"
+        if m - seen.computed[action.direction] > _AHEAD:
+            yield f"{_AHEAD} receive may be posted ahead of microbatch {seen.computed[action.direction]}, which is next"
+
+
+def _tail_violations(plan: Plan, seen: _Seen, action: Reduce | Sync) -> Iterator[str]:
+    """What is wrong with a sum of gradients here."""
+    if not plan.trains or seen.computed["backward"] != plan.microbatches:
+        yield f"{seen.computed['backward']} of {plan.microbatches} backward passes are done"
+    if isinstance(action, Reduce):
+        if seen.ties:
+            yield "buckets are reduced before ties are summed"
+        if action.bucket != seen.buckets or action.bucket >= plan.buckets[seen.stage]:
+            yield f"of {plan.buckets[seen.stage]} buckets, {seen.buckets} were reduced so far, in order"
+        return
+    left = [tie for tie in _ties(plan, seen.stage) if tie not in seen.ties]
+    if seen.buckets != plan.buckets[seen.stage]:
+        yield f"{seen.buckets} of {plan.buckets[seen.stage]} buckets are reduced"
+    if action.tie not in left[:1]:
+        yield f"the next tie to be summed is {left[0]}" if left else "no tie is left to be summed"
+
+
+def _missing(plan: Plan, seen: _Seen) -> Iterator[str]:
+    """What a stage has not done at its end."""
+    wanted = {"forward": plan.microbatches, "backward": plan.microbatches if plan.trains else 0}
+    for direction, n in seen.computed.items():
+        if n != wanted[direction]:
+            yield f"{n} of {wanted[direction]} {direction} passes are there"
+        if seen.destination(direction) is not None and seen.sent[direction] != n:
+            yield f"{seen.sent[direction]} of {n} results are sent {direction}"
+    if seen.buckets != plan.buckets[seen.stage]:
+        yield f"{seen.buckets} of {plan.buckets[seen.stage]} buckets are reduced"
+    if seen.ties != _ties(plan, seen.stage):
+        yield f"{len(seen.ties)} of {len(_ties(plan, seen.stage))} ties are summed"
+
+
+def _ties(plan: Plan, stage: int) -> list[str]:
+    return [name for name, stages in plan.ties if stage in stages]
+
+
 def draw(plan: Plan, *, forward: int = 1, backward: int = 2) -> str:
-    """The plan as text: a row per stage, a column per unit of time."""
-    width = len(str(max(0, plan.microbatches - 1))) + 2
+    """The plan as text: a row for each stage, a column for each unit of time, ``.`` where a stage waits.
+
+    Args:
+        forward, backward: units of time that one pass of a stage takes.
+
+    Raises:
+        PlanError: the plan does not verify.
+    """
+    report = verify(plan, forward=forward, backward=backward)
+    width = len(str(plan.microbatches - 1)) + 2
     rows = []
-    times = _times(plan, forward, backward)
-    end = max((start + length for row in times for _, start, length in row), default=0)
-    for stage, row in enumerate(times):
-        cells = ["." + " " * (width - 1)] * end
-        for label, start, length in row:
-            cells[start] = label.ljust(width)
-            for i in range(start + 1, start + length):
-                cells[i] = "-" * (width - 1) + " "
-        rows.append(f"stage {stage:<3} " + "".join(cells).rstrip())
+    for stage, spans in enumerate(report.timeline):
+        cells = ["."] * int(report.makespan)
+        for span in spans:
+            start, end = int(span.start), int(span.end)
+            cells[start:end] = [str(span.action)] + ["-" * (width - 1)] * (end - start - 1)
+        rows.append(f"stage {stage:<3} " + "".join(cell.ljust(width) for cell in cells).rstrip())
     return "\n".join(rows)
-
-
-def _times(plan: Plan, forward: int, backward: int) -> list[list[tuple[str, int, int]]]:
-    """(label, start, length) of every pass, each as early as its inputs allow."""
-    ready: dict[tuple[str, int, int], int] = {}  # (kind, stage, microbatch) -> end
-    rows: list[list[tuple[str, int, int]]] = [[] for _ in plan.stages]
-    todo = [[a for a in actions if isinstance(a, Forward | Backward)] for actions in plan.stages]
-    at, clock, pp = [0] * len(todo), [0] * len(todo), len(todo)
-    while any(i < len(t) for i, t in zip(at, todo, strict=True)):
-        for s in range(pp):
-            while at[s] < len(todo[s]):
-                action = todo[s][at[s]]
-                kind, before = ("F", s - 1) if isinstance(action, Forward) else ("B", s + 1)
-                needs = (kind, before, action.microbatch)
-                if 0 <= before < pp and needs not in ready:
-                    break
-                start = max(clock[s], ready.get(needs, 0))
-                length = forward if kind == "F" else backward
-                rows[s].append((str(action), start, length))
-                clock[s] = ready[kind, s, action.microbatch] = start + length
-                at[s] += 1
-    return rows

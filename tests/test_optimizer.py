@@ -362,7 +362,10 @@ def build(
         value = (
             full(spec.name, "weight", spec.full_shape) if weights else torch.zeros(spec.full_shape, dtype=torch.float64)
         )
-        params[spec.name] = parameter(cut(value, parallel.rectangle(spec), shape).to(dtype), spec)
+        local = cut(value, parallel.rectangle(spec), shape)
+        if not weights and shape:
+            local.fill_(math.nan)  # parameters that nothing has filled, padding included
+        params[spec.name] = parameter(local.to(dtype), spec)
     holders = {"embed": (0, layout.pp - 1)}
     g = Gradients(params, mesh, zero_stage=zero_stage, bucket_size=bucket_size, tie_holders=holders)
     return g, Optimizer(g, parallel)

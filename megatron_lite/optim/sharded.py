@@ -50,11 +50,19 @@ class Optimizer:
     ) -> None:
         self.gradients, self.parallel = gradients, parallel
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
+        self._clear_padding()
         self.state = ShardedState(gradients)
         self.measure = Measure(self.state, parallel)
         self._stretches = [list(self.state.stretches(bucket)) for bucket in gradients.buckets]
         self._overlap_gather = overlap_gather
         self._gathers: dict[int, Handle] = {}  # by bucket
+
+    def _clear_padding(self) -> None:
+        """Rows that pad the vocabulary start at zero, also where a checkpoint, which has none, fills the rest."""
+        for bucket in self.gradients.buckets:
+            for slot in bucket.slots:
+                true = self.parallel.rectangle(slot.spec).numel
+                self.gradients.weights[bucket.buffer][slot.begin + true : slot.end].zero_()
 
     # ---- a step
 

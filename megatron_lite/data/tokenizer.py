@@ -1,13 +1,17 @@
 """Text to token ids and back, for every kind of tokenizer file that Megatron-LM's flags name.
 
-One interface over five kinds: Hugging Face ``tokenizer.json``, SentencePiece, tiktoken files, GPT-2's ``vocab.json`` with
-``merges.txt`` and a null tokenizer. Two rules hold for all of them:
+One interface over five kinds: Hugging Face ``tokenizer.json``, SentencePiece, tiktoken files, GPT-2's ``vocab.json``
+with ``merges.txt`` and a null tokenizer. Two rules hold for all of them:
 
 *The end-of-document token is the tokenizer's own.* There is no default text such as ``<|endoftext|>``: a tokenizer that
 declares none is refused until ``--eod-token`` names one, since a wrong or missing border is seen by no shape check.
 
-*``encode`` gives a document without its end.* A tokenizer whose post-processor adds an end token gets it taken off
-again (and a begin token that is the same token too), so that preprocessing adds exactly one.
+*``encode`` gives a document without its end, and all of it.* A tokenizer whose post-processor adds an end token gets it
+taken off again (and a begin token that is the same token too), so that preprocessing adds exactly one; a limit on the
+length that stands in the file is not followed.
+
+A special token's spelling inside a text is text, except for Hugging Face's files, which make it the special token as
+their library does; preprocessing counts the documents in which that gives an end of document.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
-        """Ids of one document, without the end-of-document token."""
+        """Ids of one document, without the end-of-document token. ValueError for a text that cannot be encoded."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -43,7 +47,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of some ids; bytes that are no UTF-8 become the replacement character."""
+        """Text of some ids; bytes that are no UTF-8 become U+FFFD; an id of no token is no error."""
         ...
 
 
@@ -68,9 +72,11 @@ def read_file(path: str | None, flag: str) -> bytes:
 class HuggingFaceTokenizer:
     """A ``tokenizer.json``, or a directory that holds one; never remote code."""
 
-    def __init__(self, path: str, eod_token: str | None = None) -> None:
+    def __init__(self, path: str | None, eod_token: str | None = None) -> None:
         from tokenizers import Tokenizer as Fast
 
+        if path is None:
+            raise ValueError("this tokenizer type needs --tokenizer-model, a tokenizer.json or its directory")
         given = Path(path)
         file = given / "tokenizer.json" if given.is_dir() else given
         data = read_file(str(file), "--tokenizer-model")
@@ -78,44 +84,38 @@ class HuggingFaceTokenizer:
             self._fast: Any = Fast.from_str(data.decode("utf-8"))
         except Exception as e:  # the library raises plain Exception with its parser's message
             raise ValueError(f"--tokenizer-model {file} is not a tokenizer.json: {e}") from None
-        self.vocab_size = self._fast.get_vocab_size(with_added_tokens=True)
-        largest = max(self._fast.get_vocab(with_added_tokens=True).values())
-        self.vocab_size = max(self.vocab_size, largest + 1)
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eod_id = self._find_end(file, json.loads(data), eod_token)
         self.fingerprint = fingerprint("hf", data, str(self.eod_id).encode())
 
     def _find_end(self, file: Path, content: dict[str, Any], eod_token: str | None) -> int:
-        special = [t["content"] for t in content.get("added_tokens", []) if t.get("special")]
         declared = eod_token or _declared_end(file.parent)
-        if declared is None and len(special) == 1:
-            declared = special[0]
         if declared is None:
+            special = [t["content"] for t in content.get("added_tokens", []) if t.get("special")]
             raise ValueError(
-                f"{file} declares no end-of-document token (no eos_token in a tokenizer_config.json beside it, "
-                f"{len(special)} special tokens: {', '.join(special[:8]) or 'none'}): name it with --eod-token"
+                f"{file} declares no end-of-document token (no eos_token in a tokenizer_config.json beside it; "
+                f"special tokens: {', '.join(special[:8]) or 'none'}): name it with --eod-token"
             )
         end = self._fast.token_to_id(declared)
         if end is None:
-            raise ValueError(f"the end-of-document token {declared!r} is not in {file}: name one that is with --eod-token")
+            raise ValueError(f"the end-of-document token {declared!r} is not in {file}: name another with --eod-token")
         return int(end)
 
-    def _strip(self, ids: list[int]) -> list[int]:
-        """Take off what the post-processor added that is the end token."""
-        while ids and ids[-1] == self.eod_id and self._adds_special:
-            ids = ids[:-1]
-        if ids and ids[0] == self.eod_id and self._adds_special:
-            ids = ids[1:]
-        return ids
-
-    @property
-    def _adds_special(self) -> bool:
-        return bool(self._fast.num_special_tokens_to_add(False))
+    def _ids(self, encoding: Any) -> list[int]:
+        """Ids without what the post-processor added that is the end token; one in the text itself stays."""
+        ids: list[int] = encoding.ids
+        if self.eod_id not in ids:
+            return ids
+        pairs = zip(ids, encoding.special_tokens_mask, strict=True)  # the mask marks what was added, not what was read
+        return [i for i, added in pairs if not (added and i == self.eod_id)]
 
     def encode(self, text: str) -> list[int]:
-        return self._strip(self._fast.encode(text).ids)
+        return self._ids(self._fast.encode(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self._strip(e.ids) for e in self._fast.encode_batch_fast(list(texts))]
+        return [self._ids(e) for e in self._fast.encode_batch_fast(list(texts))]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._fast.decode(list(ids), skip_special_tokens=False))
@@ -127,9 +127,11 @@ def _declared_end(directory: Path) -> str | None:
         if not path.exists():
             continue
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as e:
+            config = json.loads(path.read_bytes())
+        except (ValueError, OSError) as e:
             raise ValueError(f"{path} is not JSON: {e}") from None
+        if not isinstance(config, dict):
+            raise ValueError(f"{path} is not an object but {type(config).__name__}")
         for key in END_NAMES:
             value = config.get(key)
             if isinstance(value, dict):
@@ -147,18 +149,25 @@ class SentencePieceTokenizer:
 
         data = read_file(path, "--tokenizer-model")
         try:
+            if not data:
+                raise RuntimeError("the file is empty")
             self._model = sentencepiece.SentencePieceProcessor(model_proto=data)
         except RuntimeError as e:
             raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model: {e}") from None
         self.vocab_size = self._model.vocab_size()
         end = self._model.piece_to_id(eod_token) if eod_token else self._model.eos_id()
         if end < 0 or (eod_token and end == self._model.unk_id()):
-            raise ValueError(f"{path} has no end-of-sequence piece ({eod_token or 'eos_id is -1'}): name one with --eod-token")
+            raise ValueError(
+                f"{path} has no end-of-sequence piece ({eod_token or 'eos_id is -1'}): name one with --eod-token"
+            )
         self.eod_id = int(end)
         self._bos = [self._model.bos_id()] if add_bos else []
         if self._bos and self._bos[0] < 0:
-            raise ValueError(f"{path} has no begin-of-sequence piece, which --tokenizer-type Llama2Tokenizer puts before each document")
-        self.fingerprint = fingerprint("sentencepiece", data, bytes(add_bos), str(end).encode())
+            raise ValueError(
+                f"{path} has no begin-of-sequence piece, which Llama2Tokenizer puts before each document: "
+                "take --tokenizer-type SentencePieceTokenizer"
+            )
+        self.fingerprint = fingerprint("sentencepiece", data, str(add_bos).encode(), str(end).encode())
 
     def encode(self, text: str) -> list[int]:
         return self._bos + list(self._model.encode(text))
@@ -167,27 +176,29 @@ class SentencePieceTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._model.decode([int(i) for i in ids]))
+        unknown = self._model.unk_id()
+        return str(self._model.decode([int(i) if 0 <= i < self.vocab_size else unknown for i in ids]))
 
 
 class NullTokenizer:
-    """Text is numbers apart by spaces; the end-of-document id is the one after the largest number."""
+    """Text is numbers apart by spaces; the largest id ends a document (Megatron-LM adds one id for that)."""
 
     def __init__(self, vocab_size: int | None) -> None:
-        if not vocab_size or vocab_size < 1:
-            raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size, the number of ids besides the end-of-document id")
-        self._numbers = vocab_size
-        self.vocab_size, self.eod_id = vocab_size + 1, vocab_size
+        if not vocab_size or vocab_size < 2:
+            raise ValueError(
+                "--tokenizer-type NullTokenizer needs --vocab-size, the number of ids; the largest ends a document"
+            )
+        self.vocab_size, self.eod_id = vocab_size, vocab_size - 1
         self.fingerprint = fingerprint("null", str(vocab_size).encode())
 
     def encode(self, text: str) -> list[int]:
-        try:
-            ids = [int(word) for word in text.split()]
-        except ValueError as e:
-            raise ValueError(f"the null tokenizer reads numbers apart by spaces: {e}") from None
-        for i in ids:
-            if not 0 <= i < self._numbers:
-                raise ValueError(f"id {i} is outside [0, {self._numbers}), the --vocab-size of the null tokenizer")
+        ids = []
+        for word in text.split():
+            if not (word.isascii() and word.isdigit()):
+                raise ValueError("not numbers apart by spaces, which the null tokenizer reads")
+            ids.append(int(word))
+        if ids and max(ids) >= self.vocab_size:
+            raise ValueError(f"id {max(ids)} is outside [0, {self.vocab_size}), the --vocab-size of the null tokenizer")
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -195,6 +206,17 @@ class NullTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
+
+
+READ_BY: dict[str, tuple[str, ...]] = {  # which options of build_tokenizer each kind reads
+    "GPT2BPETokenizer": ("vocab_file", "merge_file", "eod_token"),
+    "HuggingFaceTokenizer": ("model", "eod_token"),
+    "SentencePieceTokenizer": ("model", "eod_token"),
+    "GPTSentencePieceTokenizer": ("model", "eod_token"),
+    "Llama2Tokenizer": ("model", "eod_token"),
+    "TikTokenizer": ("model", "tiktoken_pattern", "vocab_size", "eod_token"),
+    "NullTokenizer": ("vocab_size",),
+}
 
 
 def build_tokenizer(
@@ -207,7 +229,7 @@ def build_tokenizer(
     vocab_size: int | None = None,
     eod_token: str | None = None,
 ) -> Tokenizer:
-    """The tokenizer that ``--tokenizer-type`` and its flags name.
+    """The tokenizer that ``--tokenizer-type`` and its flags name; options that it does not read are ignored.
 
     Raises:
         ValueError: a missing flag, an unreadable file, or no end-of-document token.
@@ -215,8 +237,6 @@ def build_tokenizer(
     from megatron_lite.data.tokenizer_bpe import Gpt2BpeTokenizer, TiktokenTokenizer
 
     if kind == "HuggingFaceTokenizer":
-        if model is None:
-            raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model, a tokenizer.json or its directory")
         return HuggingFaceTokenizer(model, eod_token)
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer"):
         return SentencePieceTokenizer(model, eod_token=eod_token)
@@ -228,4 +248,25 @@ def build_tokenizer(
         return Gpt2BpeTokenizer(vocab_file, merge_file, eod_token)
     if kind == "NullTokenizer":
         return NullTokenizer(vocab_size)
-    raise ValueError(f"unknown tokenizer type {kind!r}")
+    raise ValueError(f"unknown tokenizer type {kind!r}: known are {', '.join(READ_BY)}")
+
+
+def tokenizer_of(data: Any, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer of a run's data section (a ``DataConfig``)."""
+    return build_tokenizer(
+        data.tokenizer_type,
+        model=data.tokenizer_model,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        tiktoken_pattern=data.tiktoken_pattern,
+        vocab_size=vocab_size,
+        eod_token=data.eod_token,
+    )
+
+
+def vocabulary_size(data: Any) -> int | None:
+    """Vocabulary size of the tokenizer of a run's data section, or None where only ``--vocab-size`` can say it."""
+    named = data.tokenizer_model or data.vocab_file
+    if data.tokenizer_type == "NullTokenizer" or not named:
+        return None
+    return tokenizer_of(data).vocab_size

@@ -29,7 +29,11 @@ from megatron_lite.train.step import HostNumbers, StepReport
 
 TOLERANCE = 1e-12
 STEPS = 3
-EXACT_ZERO = "attention.key.bias"  # softmax does not see a constant added to every score of a query
+LEARNING_RATE = 1e-3
+# Softmax does not see what is added to all scores of a query, so without rotary positions and qk-norm the gradient of
+# key biases is exactly zero, and what is computed is rounding, which Adam's quotient magnifies. Where one process leaves
+# them where they started, to this distance, other layouts must too.
+EXACT_ZERO, STAYS = "attention.key.bias", 1e-12
 
 TINY: dict[str, Any] = {
     "num_layers": 4,
@@ -107,7 +111,7 @@ class Case:
                 **self.training,
             }
         )
-        optimizer = OptimizerConfig(**{"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 1.0, **self.optimizer})
+        optimizer = OptimizerConfig(**{"lr": LEARNING_RATE, "weight_decay": 0.1, "clip_grad": 1.0, **self.optimizer})
         data = DataConfig(seq_length=self.seq_length)
         return RunConfig(self.model, parallel, training, optimizer, data, architecture=self.architecture)
 
@@ -172,7 +176,7 @@ def one_step(assembly: Assembly, case: Case, step: int) -> StepReport:
         step=step,
         loss_scale=1.0,
         update=step + 1,
-        learning_rates={"": 1e-2},
+        learning_rates={"": LEARNING_RATE},
         weight_decay=config.optimizer.weight_decay,
         host=HostNumbers(0, False, 0.0, 0.0),
     )
@@ -271,8 +275,11 @@ def deviation(a: dict[str, np.ndarray], ref: dict[str, np.ndarray], what: str) -
     scale = 1e-3 * (total / max(1, sum(v.size for v in ref.values()))) ** 0.5
     worst = 0.0
     for name, value in ref.items():
-        floor = scale if not name.endswith(EXACT_ZERO) or what == "weight" else 1.0
-        error = float(np.abs(a[name] - value).max(initial=0.0)) / max(float(np.abs(value).max(initial=0.0)), floor)
+        if name.endswith(EXACT_ZERO) and np.abs(value).max() <= STAYS:  # biases start at zero
+            if not np.abs(a[name]).max() <= STAYS:
+                raise Mismatch(f"{what} {name}: {np.abs(a[name]).max():.3g}, exactly zero in theory")
+            continue
+        error = float(np.abs(a[name] - value).max(initial=0.0)) / max(float(np.abs(value).max(initial=0.0)), scale)
         if not error <= TOLERANCE:
             raise Mismatch(f"{what} {name} differs from one process's by a relative {error:.3g} (allowed {TOLERANCE})")
         worst = max(worst, error)

@@ -1,0 +1,152 @@
+"""Reading JSON lines: files by name or pattern, blocks of whole lines, and the texts of one record.
+
+Rules that do not depend on the machine or on where a record stands:
+
+* A record is an object with a string under every key that is asked for; anything else is *bad*.
+* Lines end with a newline (a carriage return before it is white space) and are UTF-8 whatever the locale; bytes that
+  are not, and lone surrogates, are bad. A byte-order mark at the start of a line is ignored. Blank lines are not
+  records.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from glob import glob, has_magic
+from pathlib import Path
+from typing import IO, Any
+
+SUFFIXES: tuple[str, ...] = tuple(k + packed for packed in ("", ".gz", ".bz2", ".xz") for k in (".jsonl", ".json"))
+BLOCK_BYTES = 1 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SHOWN = 80  # characters of a bad record that an error shows
+
+
+class BadInput(ValueError):
+    """Input that cannot be used; the text names file, line and reason."""
+
+
+class BadRecord(ValueError):
+    """A line that is no record.
+
+    Attributes:
+        reason: what is wrong, in words that many bad lines have in common.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason + detail)
+        self.reason = reason
+
+
+def expand_inputs(patterns: Sequence[str]) -> list[Path]:
+    """Files that the arguments name (patterns are expanded, ``**`` too, in order of their names).
+
+    Raises:
+        ValueError: a pattern that matches nothing, a file that is not there, or a suffix that is not supported.
+    """
+    files: list[Path] = []
+    for pattern in patterns:
+        is_pattern = has_magic(pattern) and not Path(pattern).exists()
+        found = sorted(glob(pattern, recursive=True)) if is_pattern else [pattern]
+        if not found:
+            raise ValueError(f"--input {pattern}: no file matches; supported are {', '.join(SUFFIXES)}")
+        files += [Path(f) for f in found]
+    for path in files:
+        if path.is_dir():
+            raise ValueError(f"--input {path}: a directory; give its files, as in '{path}/*.jsonl'")
+        if not path.is_file():
+            raise ValueError(f"--input {path}: no such file")
+        if suffix_of(path) is None:
+            raise ValueError(f"--input {path}: this kind of file is not read; supported are {', '.join(SUFFIXES)}")
+    return files
+
+
+def suffix_of(path: Path) -> str | None:
+    """The supported suffix of a file name, or None."""
+    return next((s for s in sorted(SUFFIXES, key=len, reverse=True) if path.name.endswith(s)), None)
+
+
+def _open(path: Path) -> IO[bytes]:
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    file: IO[bytes] = openers.get(path.suffix, open)(path, "rb")
+    return file
+
+
+def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number of the first line, whole lines) of a file in pieces of about a megabyte.
+
+    Raises BadInput where a compressed file is damaged or cut off.
+    """
+    line, rest = 1, [b""]
+    with _open(path) as f:
+        try:
+            while data := f.read(BLOCK_BYTES):
+                cut = data.rfind(b"\n") + 1
+                if not cut:  # inside a long line
+                    rest.append(data)
+                    continue
+                whole = b"".join([*rest, data[:cut]])
+                rest = [data[cut:]]
+                yield line, whole
+                line += whole.count(b"\n")
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
+            raise BadInput(f"{path}: damaged, cut off or unreadable after line {line} ({e})") from None
+    if last := b"".join(rest):
+        yield line, last
+
+
+def numbered_lines(first_line: int, data: bytes) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of the lines that are not blank, without their byte-order mark."""
+    for number, line in enumerate(data.split(b"\n"), first_line):
+        line = line.removeprefix(BYTE_ORDER_MARK)
+        if line.strip():
+            yield number, line
+
+
+def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
+    """The texts of a record. Raises BadRecord."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as e:
+        raise BadRecord("not UTF-8", f" (byte {e.start + 1} of the line)") from None
+    except json.JSONDecodeError as e:
+        raise BadRecord("not one JSON value", f" ({e.msg} at character {e.colno})") from None
+    except ValueError as e:  # a number of more digits than Python reads
+        raise BadRecord("not one JSON value", f" ({e})") from None
+    except RecursionError:
+        raise BadRecord("nested too deeply") from None
+    if isinstance(record, list):
+        raise BadRecord("an array, not an object (JSON lines have one object per line)")
+    if not isinstance(record, dict):
+        raise BadRecord(f"{_kind(record)}, not an object")
+    texts = []
+    for key in keys:
+        if key not in record:
+            raise BadRecord(f"no key {key!r}")
+        text = record[key]
+        if not isinstance(text, str):
+            raise BadRecord(f"the value of {key!r} is {_kind(text)}, not a string")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise BadRecord(f"the value of {key!r} holds a lone surrogate, which is no text") from None
+        texts.append(text)
+    return texts
+
+
+def _kind(value: Any) -> str:
+    """JSON's word for a value."""
+    if value is None:
+        return "null"
+    names = {str: "a string", list: "an array", dict: "an object", bool: "a boolean"}
+    return names.get(type(value), "a number")
+
+
+def excerpt(line: bytes) -> str:
+    """The start of a line, fit for a terminal."""
+    text = line.decode("utf-8", errors="replace")[:_SHOWN]
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)

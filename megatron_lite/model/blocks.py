@@ -30,7 +30,7 @@ from megatron_lite.tensor.layers import (
     own_tokens,
 )
 from megatron_lite.tensor.random import DropoutKey, attention_dropout, dropout
-from megatron_lite.tensor.spec import TensorParallel
+from megatron_lite.tensor.spec import Rectangle, TensorParallel
 
 
 def make_norm(
@@ -82,8 +82,8 @@ class Attention(nn.Module):
             self.key_norm = make_norm(config, parallel, config.head_dim, always_partial=True)
         self.qk_norm = config.qk_layernorm
         self.rotary = Rotary(config, parallel.dtype, parallel.device) if config.rotary_dim else None
-        first_head = self.query.weight.rectangle.start[0] // config.head_dim
-        self.core = CoreAttention(config, index, first_head)
+        box: Rectangle = self.query.weight.rectangle  # type: ignore[attr-defined]
+        self.core = CoreAttention(config, index, first_head=box.start[0] // config.head_dim)
         self.output = RowParallelLinear(
             parallel,
             config.query_size,

@@ -157,7 +157,7 @@ def _ranges(config: TransformerConfig) -> list[str]:
 
 
 def _divisibility(config: TransformerConfig, tp: int) -> list[str]:
-    found = []
+    found: list[str] = []
     if tp == 1:
         return found
     heads, kv, ffn = config.num_attention_heads, config.kv_heads, config.ffn_size

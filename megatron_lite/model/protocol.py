@@ -216,9 +216,10 @@ def build_part(definition: ModelDefinition, part: str, seed: int = 0) -> nn.Modu
     module = _make(definition, part, seed)
     ordinary = _describe(definition, module, part)
     if definition.parallel.axis.size > 1 and ordinary:
-        raise ValueError(ordinary_refusal([p.spec.name for p in ordinary], definition.parallel.axis.size))
+        names = [p.spec.name for p in ordinary]  # type: ignore[attr-defined]
+        raise ValueError(ordinary_refusal(names, definition.parallel.axis.size))
     for parameter in ordinary:
-        canonical = parameter.spec.tie
+        canonical = parameter.spec.tie  # type: ignore[attr-defined]
         if canonical is not None and _part_of(canonical) != part and parameter.device.type != "meta":
             parameter.data.copy_(_canonical_values(definition, canonical, seed))
     return module
@@ -284,10 +285,10 @@ def _describe(definition: ModelDefinition, module: nn.Module, part: str) -> list
             ordinary.append(parameter)
             parameter.data = parameter.data.to(device=device, dtype=dtype)
             spec = spec or ordinary_spec(parameter)
-            parameter.rectangle = Rectangle((0,) * len(spec.full_shape), spec.full_shape)
+            parameter.rectangle = Rectangle((0,) * len(spec.full_shape), spec.full_shape)  # type: ignore[attr-defined]
         name = spec.tie or f"{part}.{local}"
         decay = spec.decay and len(spec.full_shape) > 1 and not any(fnmatchcase(name, p) for p in patterns)
-        parameter.spec = replace(spec, name=name, decay=decay)
+        parameter.spec = replace(spec, name=name, decay=decay)  # type: ignore[attr-defined]
     for child in module.modules():
         for key, buffer in child._buffers.items():
             if buffer is not None:

@@ -24,6 +24,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -150,8 +151,8 @@ def sdpa(
     grouped = q.shape[1] != k.shape[1]
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        swapped = [t.transpose(1, 2) for t in (q, k, v)]  # [n, heads, L, d]
-        out = F.scaled_dot_product_attention(*swapped, is_causal=True, scale=scale, enable_gqa=grouped)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [n, heads, L, d]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2)
 
     return per_length(run, q, k, v, documents)
@@ -171,7 +172,7 @@ def varlen(
     assert drop is None
     offsets = documents.cu_seqlens[: documents.count + 1]
     accepted = inspect.signature(varlen_attn).parameters  # the spelling of "causal" and of grouped heads has changed
-    options: dict[str, object] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
+    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
     if q.shape[1] != k.shape[1] and "enable_gqa" in accepted:
         options["enable_gqa"] = True
     longest = documents.longest
@@ -267,7 +268,7 @@ def cached_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
     visible = None
     if n > 1:  # query i is token m - n + i of its row
         visible = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
-    swapped = [t.transpose(1, 2) for t in (q, k, v)]
     grouped = q.shape[2] != k.shape[2]
-    out = F.scaled_dot_product_attention(*swapped, attn_mask=visible, scale=scale, enable_gqa=grouped)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [rows, heads, tokens, d]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)

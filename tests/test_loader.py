@@ -182,7 +182,15 @@ def test_memory_does_not_grow():
         after = run(300)
         tracemalloc.stop()
         assert after - before < 300_000, (before, after)
-        assert len(loader._queue) == 8
+        assert len(loader._queue) == 4 * 8  # eight steps of four
+
+
+def test_how_far_ahead():
+    with Loader(Numbers(), micro_batch_size=2, seq_length=S, bytes_ahead=3 * 4 * S * 32) as loader:
+        loader.step(0, 4)
+        assert len(loader._queue) == 3 * 2
+        loader.step(4, 8)
+        assert len(loader._queue) == 2 * 4
 
 
 def test_closing_twice_and_using_after():

@@ -99,7 +99,7 @@ def test_against_brute_force(tmp_path_factory, lengths, seq_length, seed, per_do
     data = windows(dataset, seq_length, seed)
     borders = {sum(lengths[:i]) for i in range(0, len(lengths), per_document)} - {total}
     j = 0
-    for epoch in range(4):
+    for epoch in range(4 if seed % 8 else 70):
         starts = []
         while data.locate(j)[0] == epoch:
             row = data.row(j)
@@ -114,7 +114,7 @@ def test_against_brute_force(tmp_path_factory, lengths, seq_length, seed, per_do
         count = (total - 1 - offset) // seq_length
         assert sorted(starts) == [offset + k * seq_length for k in range(count)]
         assert epoch or len(data) == count
-        assert data.epochs(j) == epoch + 1
+        assert abs(data.epochs(j) - epoch - 1) <= (epoch + 1) * 2 * seq_length / total
     fresh = windows(dataset, seq_length, seed)
     for i in reversed(range(j)):  # a pure function of the number, in any order of asking
         assert fresh.locate(i) == data.locate(i)

@@ -26,6 +26,8 @@ from megatron_lite.data.batch import Batch, make_batch
 from megatron_lite.data.row import Dataset, Row
 from megatron_lite.data.sampler import Sampler
 
+_BYTES_PER_TOKEN = 32  # tokens, targets, positions: int64; cu_seqlens: int32; loss_mask: float32
+
 
 class SampleError(ValueError):
     """A sample that could not be read; the message has its number, ``__cause__`` the reason."""
@@ -69,7 +71,7 @@ class Loader:
         device: where batches go. For CUDA they are built in page-locked memory and copied on a stream of their own.
         document_mask, eod_id, eod_mask_loss: see :func:`make_batch`.
         skipped: ranges of samples that are not read.
-        steps_ahead: how many steps of microbatches are kept built.
+        bytes_ahead: how many bytes of batches are kept built: as many steps as fit, but at least 2 and at most 8.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Loader:
         eod_id: int | None = None,
         eod_mask_loss: bool = False,
         skipped: Iterable[tuple[int, int]] = (),
-        steps_ahead: int = 2,
+        bytes_ahead: int = 32 << 20,
     ) -> None:
         if eod_mask_loss and eod_id is None:
             raise ValueError(
@@ -95,7 +97,7 @@ class Loader:
         self.dataset, self.seq_length, self.device = dataset, seq_length, torch.device(device)
         self.sampler = Sampler(micro_batch_size, dp_size, dp_index, tuple(skipped))
         self._options = {"document_mask": document_mask, "eod_id": eod_id, "eod_mask_loss": eod_mask_loss}
-        self._steps_ahead = steps_ahead
+        self._bytes_ahead = bytes_ahead
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="loader") if num_workers else None
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._queue: deque[tuple[int, list[int], Future[_Built]]] = deque()  # (consumed before it, samples, microbatch)
@@ -136,7 +138,7 @@ class Loader:
             raise
         waited = time.perf_counter() - began
         if self._pool is not None:
-            self._fill(count * self._steps_ahead)
+            self._fill(count * self._steps_ahead(count))
         digest = 0
         for item in built:
             digest = zlib.crc32(struct.pack("<I", item.digest), digest)
@@ -180,6 +182,11 @@ class Loader:
                 _run(future, self._build, ids)
             self._queue.append((self._tail, ids, future))
             self._tail = self.sampler.after(self._tail, self.sampler.stride)
+
+    def _steps_ahead(self, microbatches: int) -> int:
+        """Steps to keep built ahead. Several small ones ride out a stall of the disk or of the scheduler."""
+        size = microbatches * self.sampler.micro_batch_size * self.seq_length * _BYTES_PER_TOKEN
+        return min(8, max(2, self._bytes_ahead // size))
 
     def _drop(self) -> None:
         for _, _, future in self._queue:

@@ -19,6 +19,8 @@ from megatron_lite.data.permutation import Permutation, key64, mix64_array
 from megatron_lite.data.row import Row
 from megatron_lite.data.stream import TokenStream, check_ids
 
+_BLOCK = 64  # epochs between the ones whose first sample is kept
+
 
 class WindowDataset:
     """Rows of a token stream in the windows order.
@@ -48,11 +50,11 @@ class WindowDataset:
         self._offset_key = key64("offset", seed, salt)
         self._order_key = (seed, salt)
         self._lock = threading.Lock()
-        self._firsts = np.zeros(1, dtype=np.int64)  # number of the first sample of each epoch known so far
-        self._epoch = self._make_epoch(0)
+        self._firsts = np.zeros(1, dtype=np.int64)  # first sample of epochs 0, _BLOCK, 2 * _BLOCK, ... as far as known
+        self._epoch = self._find_epoch(0)
 
     def __len__(self) -> int:
-        return self._epoch_sizes(0, 1)[0]
+        return int(self._epoch_sizes(0, 1)[0])
 
     def row(self, j: int) -> Row:
         """Sample j."""
@@ -71,29 +73,28 @@ class WindowDataset:
         epoch, first, size, offset, order = self._epoch
         if not first <= j < first + size:
             assert j >= 0, j
-            found = self._make_epoch(self._epoch_of(j))
-            epoch, first, size, offset, order = self._epoch = found
+            epoch, first, size, offset, order = self._epoch = self._find_epoch(j)
         return epoch, offset + order(j - first) * self.seq_length
 
     def epochs(self, samples: int) -> float:
-        """How often ``samples`` samples go through the stream."""
-        epoch = self._epoch_of(samples)
-        first = int(self._firsts[epoch])
-        return epoch + (samples - first) / int(self._epoch_sizes(epoch, epoch + 1)[0])
+        """About how often ``samples`` samples go through the stream."""
+        return samples * self.seq_length / self.stream.num_tokens
 
-    def _epoch_of(self, j: int) -> int:
+    def _find_epoch(self, j: int) -> tuple[int, int, int, int, Permutation]:
+        """(epoch, its first sample, its number of samples, its offset, its order) for sample j."""
         with self._lock:
             while self._firsts[-1] <= j:
-                known = len(self._firsts)
-                sizes = self._epoch_sizes(known - 1, 2 * known + 63)
+                known = len(self._firsts) - 1
+                sizes = self._epoch_sizes(known * _BLOCK, 2 * known * _BLOCK + _BLOCK).reshape(-1, _BLOCK).sum(axis=1)
                 self._firsts = np.concatenate((self._firsts, self._firsts[-1] + np.cumsum(sizes)))
-            return int(np.searchsorted(self._firsts, j, side="right")) - 1
-
-    def _make_epoch(self, epoch: int) -> tuple[int, int, int, int, Permutation]:
-        """(epoch, its first sample, its number of samples, its offset, its order)."""
-        size = int(self._epoch_sizes(epoch, epoch + 1)[0])
+            firsts = self._firsts
+        block = int(np.searchsorted(firsts, j, side="right")) - 1
+        sizes = self._epoch_sizes(block * _BLOCK, (block + 1) * _BLOCK)
+        ends = firsts[block] + np.cumsum(sizes)
+        inside = int(np.searchsorted(ends, j, side="right"))
+        epoch, size = block * _BLOCK + inside, int(sizes[inside])
         order = Permutation(size, key64("order", *self._order_key, epoch))
-        return epoch, int(self._firsts[epoch]), size, int(self._offsets(epoch, epoch + 1)[0]), order
+        return epoch, int(ends[inside]) - size, size, int(self._offsets(epoch, epoch + 1)[0]), order
 
     def _offsets(self, start: int, stop: int) -> np.ndarray:
         """Offsets of epochs [start, stop): uniform in [0, min(S, T - S)), int64."""

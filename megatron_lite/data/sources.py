@@ -1,0 +1,124 @@
+"""What ``--data-path`` names: prefixes, weights, and whether the files fit the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from megatron_lite.config.problem import Problem
+from megatron_lite.data.blend import check_weights
+from megatron_lite.data.indexed import IndexedDataset
+
+_SCAN_UP_TO = 1 << 26  # tokens in all; files without .meta.json beyond that have their ids checked row by row
+
+
+@dataclass(frozen=True)
+class Source:
+    """One entry of a blend.
+
+    Attributes:
+        prefix: path without suffix.
+        weight: as given, or None when the blend has no weights.
+    """
+
+    prefix: str
+    weight: float | None = None
+
+
+def parse_sources(entries: Sequence[str], flag: str = "--data-path") -> list[Source]:
+    """``PREFIX``, ``WEIGHT PREFIX`` pairs, or several ``PREFIX`` as sources.
+
+    Raises:
+        ValueError: weights and prefixes do not alternate, or weights are negative or all zero.
+    """
+    numbers = [_number(entry) for entry in entries]
+    if len(entries) < 2 or numbers[0] is None:
+        if any(n is not None for n in numbers[1:]):
+            raise ValueError(f"{flag} {' '.join(entries)}: give WEIGHT PREFIX pairs, or prefixes only")
+        return [Source(entry) for entry in entries]
+    weights = numbers[0::2]
+    if len(entries) % 2 or any(w is None for w in weights):
+        raise ValueError(f"{flag} {' '.join(entries)}: weights and prefixes do not alternate; give WEIGHT PREFIX pairs")
+    try:
+        check_weights([w for w in weights if w is not None])
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+    return [Source(prefix, weight) for weight, prefix in zip(weights, entries[1::2], strict=True)]
+
+
+def open_all(prefixes: Iterable[str], *, mmap_bin: bool = True) -> tuple[dict[str, IndexedDataset], list[Problem]]:
+    """Every dataset once, several at a time (opening waits for the file system); and what is wrong with them."""
+    unique = list(dict.fromkeys(prefixes))
+    opened: dict[str, IndexedDataset] = {}
+    problems: list[Problem] = []
+
+    def attempt(prefix: str) -> IndexedDataset | str:
+        try:
+            return IndexedDataset(prefix, mmap_bin=mmap_bin)
+        except (OSError, ValueError) as error:
+            return str(error)
+
+    with ThreadPoolExecutor(min(8, max(1, len(unique))), thread_name_prefix="open") as pool:
+        for prefix, found in zip(unique, pool.map(attempt, unique), strict=True):
+            if isinstance(found, str):
+                problems.append(Problem(found))
+            else:
+                opened[prefix] = found
+    return opened, problems
+
+
+def agreed_eod(datasets: Mapping[str, IndexedDataset], eod_id: int | None) -> tuple[int | None, list[Problem]]:
+    """The end-of-document id: the tokenizer's, which every dataset that knows one must share, else the datasets'."""
+    known = {
+        prefix: d.meta.eod_id for prefix, d in datasets.items() if d.meta is not None and d.meta.eod_id is not None
+    }
+    if eod_id is not None:
+        wrong = [f"{prefix} {found}" for prefix, found in known.items() if found != eod_id]
+        if not wrong:
+            return eod_id, []
+        numbers = f"tokenizer {eod_id}; {', '.join(wrong[:5])}"
+    elif len(set(known.values())) <= 1:
+        return next(iter(known.values()), None), []
+    else:
+        numbers = ", ".join(f"{prefix} {found}" for prefix, found in list(known.items())[:5])
+    what = "the data end their documents with different ids" + (" than the tokenizer" if eod_id is not None else "")
+    rule = "one end-of-document id in the tokenizer and in all of the data"
+    return eod_id, [Problem(what, numbers, rule, "tokenize the data with the tokenizer of this run")]
+
+
+def vocabulary_problems(datasets: Mapping[str, IndexedDataset], vocab_size: int | None) -> list[Problem]:
+    """Datasets with ids that the model has no embedding for. Those without ``.meta.json`` are read, if not large."""
+    if vocab_size is None:
+        return []
+    found, to_scan = [], _SCAN_UP_TO
+    for prefix, dataset in datasets.items():
+        if dataset.meta is None or dataset.meta.largest_id is None:
+            to_scan -= dataset.num_tokens
+            if to_scan < 0:
+                continue
+        largest = dataset.largest_id()
+        if largest >= vocab_size:
+            numbers = f"largest id {largest}, vocabulary {vocab_size}"
+            rule = "every id is below the model's vocabulary size"
+            nearest = f"--vocab-size {largest + 1}, or the tokenizer that the data were made with"
+            found.append(Problem(f"{prefix} holds ids outside the vocabulary", numbers, rule, nearest))
+    return found
+
+
+def tokenizer_notices(datasets: Mapping[str, IndexedDataset], fingerprint: str | None) -> list[str]:
+    """Datasets that say they were made with another tokenizer than the run's."""
+    if fingerprint is None:
+        return []
+    other = [p for p, d in datasets.items() if d.meta is not None and d.meta.tokenizer not in (None, fingerprint)]
+    if not other:
+        return []
+    more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+    return [f"made with another tokenizer than this run's: {', '.join(other[:3])}{more}"]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

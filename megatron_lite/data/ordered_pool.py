@@ -13,7 +13,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -57,6 +57,7 @@ class OrderedPool:
     def __init__(self, workers: int, make: Callable[[], Callable[[Any], Any]]) -> None:
         context = get_context("spawn")
         self._workers: list[_Worker] = []
+        resource_tracker.ensure_running()  # multiprocessing's own helper, whose start would undo the next line
         old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the workers, for good
         try:
             for number in range(workers):

@@ -32,8 +32,8 @@ SETTINGS = re.compile(
     r"^(NCCL_|TORCH_NCCL_|GLOO_|CUDA_(VISIBLE_DEVICES|DEVICE_MAX|LAUNCH)|PYTORCH_(CUDA_)?ALLOC|OMP_NUM)"
 )
 ADVICE: tuple[tuple[str, str, str], ...] = (  # variable, pattern of its value, what is to be said about it
-    ("NCCL_ALGO", r"(?i)^\^?[^:]*tree", "Tree exists for all-reduce only: the collectives of ZeRO can fail with it; unset it"),
-    ("NCCL_ALGO", r"(?i)^(?!.*tree)", "NCCL chooses by size and topology; a fixed algorithm is rarely faster"),
+    ("NCCL_ALGO", r"(?i)^[^:^]*tree", "Tree exists for all-reduce only: the collectives of ZeRO can fail with it; unset it"),
+    ("NCCL_ALGO", r"(?i)^(\^|.*:|(?!.*tree))", "NCCL chooses by size and topology; a fixed algorithm is rarely faster"),
     ("NCCL_PROTO", r".", "NCCL chooses by size and topology; a fixed protocol is for debugging"),
     ("NCCL_SOCKET_IFNAME", r".", "chooses the interface of the bootstrap and of TCP; InfiniBand does not read it"),
     ("NCCL_NSOCKS_PERTHREAD", r".", "is for TCP; InfiniBand does not read it"),

@@ -188,7 +188,7 @@ def build(
             raise BuildError(f"the kernel sources are not beside the package ({PACKAGE})")
         key = directory_key(torch, compiler_version(compiler), source_digest(sources))
         final = root / key
-        if not force and (known := read_stamp(final)) is not None and known["architectures"] == list(architectures):
+        if not force and (known := read_stamp(final)) is not None and known.get("architectures") == list(architectures):
             needed = [name for name in only if name != "cuda" or torch.cuda is not None]
             if all(known["outcome"].get(name) == "built" for name in needed):
                 return final, dict(known["outcome"])
@@ -225,12 +225,13 @@ def build(
 
 
 def read_stamp(directory: Path) -> dict | None:
-    """What a complete build says about itself, or None."""
+    """What a complete build says about itself, or None when it is no build of ours."""
     try:
         stamp = json.loads((directory / "stamp.json").read_text())
-    except (OSError, ValueError):
+        texts = all(isinstance(stamp[key], str) for key in ("torch", "machine", "sources"))
+        return stamp if texts and isinstance(stamp["outcome"], dict) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return stamp if isinstance(stamp, dict) else None
 
 
 def publish(work: Path, final: Path) -> None:

@@ -49,8 +49,8 @@ def unfit(stamp: dict[str, Any], directory: Path, torch_version: str, cuda: str 
         return f"built for {stamp['machine']}, this is {platform.machine()}"
     if toolchain.release(stamp["torch"]) > toolchain.release(torch_version):
         return f"built with torch {stamp['torch']}, this is {torch_version}"
-    if kind == "cuda" and (stamp["cuda"] or "").split(".")[0] != (cuda or "").split(".")[0]:
-        return f"built for CUDA {stamp['cuda']}, this torch is of CUDA {cuda}"
+    if kind == "cuda" and (stamp.get("cuda") or "").split(".")[0] != (cuda or "").split(".")[0]:
+        return f"built for CUDA {stamp.get('cuda')}, this torch is of CUDA {cuda}"
     sources = build.source_directory()
     if sources is not None and build.source_digest(sources) != stamp["sources"]:
         return "the sources have changed since it was built"
@@ -84,10 +84,7 @@ def find(kind: str, where: Sequence[Path] | None = None) -> tuple[Path | None, s
         return None, str(error)
     reasons: list[str] = []
     for directory, stamp in candidates(where):
-        try:
-            reason = unfit(stamp, directory, version, cuda, kind)
-        except (KeyError, TypeError, ValueError):
-            reason = "its stamp is not one of ours"
+        reason = unfit(stamp, directory, version, cuda, kind)
         if reason is None:
             return directory / file_name(kind), ""
         reasons.append(f"{directory}: {reason}")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -222,6 +225,13 @@ def test_sources(entries, expected):
 def test_sources_refused(entries):
     with pytest.raises(ValueError, match=r"--data-path"):
         parse_sources(entries)
+
+
+def test_no_torch():
+    """All but batches and the loader work without torch (the command line starts quickly)."""
+    code = "import sys; import megatron_lite.data.build, megatron_lite.data.describe; sys.exit('torch' in sys.modules)"
+    root = str(Path(__file__).resolve().parent.parent)
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
 
 
 def test_five_hundred_sources_start_quickly(tmp_path):

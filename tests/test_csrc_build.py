@@ -18,7 +18,6 @@ import venv
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from kernel_cases import need_kernels
@@ -325,56 +324,3 @@ def test_real_build_in_a_path_with_spaces(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(where)!r}); import _index; print(_index.blend_indices([1.0], 3)[0].tolist())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[0, 0, 0]"
-
-
-def walk(sizes: list[int], order: list[int], seq_length: int, samples: int, extra: int) -> list[tuple[int, int]]:
-    """The sample index token by token."""
-    stream = [(place, offset) for place, document in enumerate(order) for offset in range(sizes[document])]
-    result = [(0, 0)]
-    for i in range(1, samples + 1):
-        place, offset = stream[i * seq_length + extra - 1]
-        result.append((place, offset + 1 - extra))
-    return result
-
-
-def test_index_helpers_are_their_definitions():
-    """Random documents, empty ones among them, token by token; blends position by position; wrong input refused."""
-    need_kernels()
-    module, reason = library.index_module()
-    if module is None:
-        pytest.skip(reason)
-    random = np.random.default_rng(3)
-    for case in range(300):
-        sizes = random.integers(0, 9, random.integers(1, 12)).astype(np.int32)
-        order = random.integers(0, len(sizes), random.integers(1, 20)).astype((np.int32, np.int64)[case % 2])
-        seq_length, extra = int(random.integers(1, 7)), case % 2
-        samples = (int(sizes[order].sum()) - extra) // seq_length
-        if samples < 0:
-            continue
-        got = module.build_sample_index(sizes, order, seq_length, samples, extra)
-        assert got.dtype == np.int64
-        assert got.tolist() == [list(p) for p in walk(sizes.tolist(), order.tolist(), seq_length, samples, extra)]
-        with pytest.raises(ValueError, match="too few tokens"):
-            module.build_sample_index(sizes, order, seq_length, samples + 1, extra)
-    with pytest.raises(ValueError, match=r"doc_idx\[1\]"):
-        module.build_sample_index(np.ones(3, np.int32), np.array([0, 3]), 1, 1, 0)
-    weights = np.array([0.2, 0.5, 0.2, 0.1])
-    which, sample = module.blend_indices(weights, 500)
-    assert which.dtype == np.int16 and sample.dtype == np.int64
-    counts = np.zeros(4)
-    for i in range(500):
-        best = int(np.argmax(weights * max(i, 1) - counts))
-        assert (which[i], sample[i]) == (best, counts[best])
-        counts[best] += 1
-    assert module.blend_indices(np.ones(40000) / 40000, 3)[0].dtype == np.int32
-
-
-def test_index_helper_is_64_bits_wide():
-    """A corpus of 2^33 tokens: offsets past 2^31 and 2^32 come out right."""
-    need_kernels()
-    module, reason = library.index_module()
-    if module is None:
-        pytest.skip(reason)
-    sizes = np.full(5, 2**31 - 1, np.int32)
-    got = module.build_sample_index(sizes, np.arange(5), 2**31, 4, 1)
-    assert got.tolist() == [[0, 0], [1, 1], [2, 2], [3, 3], [4, 4]]

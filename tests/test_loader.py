@@ -174,6 +174,8 @@ def test_memory_does_not_grow():
             nonlocal consumed
             for _ in range(steps):
                 consumed = loader.step(consumed, 16).next_consumed
+            for _, _, future in loader._queue:  # what is ahead is part of the memory: have all of it, each time
+                future.result()
             gc.collect()
             return tracemalloc.get_traced_memory()[0]
 
@@ -181,7 +183,7 @@ def test_memory_does_not_grow():
         before = run(50)
         after = run(300)
         tracemalloc.stop()
-        assert after - before < 300_000, (before, after)
+        assert after - before < 100_000, (before, after)
         assert len(loader._queue) == 4 * 8  # eight steps of four
 
 

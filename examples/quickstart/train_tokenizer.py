@@ -1,6 +1,6 @@
-"""Train a byte-level BPE tokenizer on a JSONL corpus and write it as one ``tokenizer.json``.
+"""Train a byte-level BPE tokenizer on a JSONL corpus; DIR gets ``tokenizer.json`` and ``tokenizer_config.json``.
 
-    python train_tokenizer.py --input train.jsonl --vocab-size 8192 --out tokenizer.json
+    python train_tokenizer.py --input train.jsonl --vocab-size 8192 --out DIR
 """
 
 import argparse
@@ -36,7 +36,9 @@ def main() -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts(args.input), trainer)
-    tokenizer.save(str(args.out))
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(args.out / "tokenizer.json"))
+    (args.out / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}) + "\n")
     print(f"tokenizer: {tokenizer.get_vocab_size()} entries, {args.out}")
 
 

@@ -432,12 +432,15 @@ def late_params(mesh: ProcessMesh, dtype: torch.dtype, kv_shards: int) -> dict[s
     """Shapes differ by stage, so that the tied tensor lies elsewhere on each."""
     stage = mesh.coords.pp
     tied = ParamSpec("embed", (8, 4), ("vocab", "embed"), None, tie="embed")
+    tied_too = ParamSpec("also", (100,), (None,), None, tie="also")
     key = ParamSpec("key", (8, 4), ("kv_heads", "embed"), None, partial_over=("kv_replica",))
     norm = ParamSpec(f"norm{stage}", (5,), ("embed",), None, partial_over=("tp",), decay=False)
     plain = plain_spec(f"plain{stage}", (3 + 50 * stage,))
-    shapes = {s.name: s.full_shape for s in (tied, key, norm, plain)}
+    shapes = {s.name: s.full_shape for s in (tied, tied_too, key, norm, plain)}
     shapes |= {"embed": (8 // mesh.axis("tp").size, 4), "key": (8 // kv_shards, 4)}
-    specs = [plain, norm, tied] if stage else [tied, norm, key, plain]
+    specs = [plain, norm, tied_too, tied] if stage else [tied_too, norm, key, plain, tied]
+    if stage:
+        specs.reverse()
     return {s.name: parameter(torch.full(shapes[s.name], 0.5, dtype=dtype), s) for s in specs}
 
 
@@ -447,15 +450,15 @@ def late_sums(layout: Layout, kv_heads: int) -> list[dict[str, Any]]:
     results = []
     for zero_stage, deterministic, overlap in product((0, 1), (False, True), (False, True)):
         params = late_params(mesh, torch.float64, layout.tp // layout.kv_replicas(kv_heads))
-        holders = {"embed": (0, layout.pp - 1)}
+        holders = {"embed": (0, layout.pp - 1), "also": (0, layout.pp - 1)}
         g = Gradients(
             params, mesh, zero_stage=zero_stage, deterministic=deterministic, overlap=overlap, tie_holders=holders
         )
         mesh.traffic.reset()
         g.zero()
         g.last_microbatch()
-        for p in params.values():
-            (p * 2.0**mesh.rank).sum().backward()
+        for name, p in params.items():
+            (p * (3 if name == "also" else 1) * 2.0**mesh.rank).sum().backward()
         g.finish()
         out = {}
         calls = {
@@ -490,6 +493,7 @@ def test_partial_and_tied(layout: Layout, kv_heads: int) -> None:
             f"plain{me.pp}": total(lambda c, me=me: (c.tp, c.pp) == (me.tp, me.pp)),
             f"norm{me.pp}": total(lambda c, me=me: c.pp == me.pp),
             "embed": total(lambda c, me=me: c.tp == me.tp),
+            "also": 3 * total(lambda c, me=me: c.tp == me.tp),
         }
         if me.pp == 0:
             expected["key"] = total(lambda c, me=me: c.tp // replicas == me.tp // replicas and c.pp == me.pp)

@@ -41,8 +41,9 @@ INDEX_SOURCES = ("data_index.cpp",)
 # One rounding per operation (no contraction), on every instruction set; errno and traps would forbid vector code.
 CXX_FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-    *("-Wall", "-fvisibility=hidden", f"-DTORCH_TARGET_VERSION={TARGET_ABI}"),
+    *("-Wall", "-fvisibility=hidden"),
 )
+STABLE_ONLY = f"-DTORCH_TARGET_VERSION={TARGET_ABI}"  # makes any header of torch that is not of the stable ABI an error
 NVCC_FLAGS = ("-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC", "-Xcompiler", "-fvisibility=hidden")
 ABANDONED_SECONDS = 3600
 
@@ -57,7 +58,7 @@ def source_directory() -> Path | None:
 
 def source_digest(directory: Path) -> str:
     """A digest of all sources and of the flags."""
-    digest = hashlib.sha256(repr((CXX_FLAGS, NVCC_FLAGS)).encode())
+    digest = hashlib.sha256(repr((CXX_FLAGS, STABLE_ONLY, NVCC_FLAGS)).encode())
     for path in sorted(directory.rglob("*")):
         if path.suffix in (".cpp", ".cu", ".h"):
             digest.update(path.relative_to(directory).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -85,7 +86,8 @@ def nvcc_command(
 def cxx_command(compiler: Sequence[str], includes: Sequence[Path], source: Path, out: Path) -> list[str | Path]:
     """The command that compiles one C++ source to an object."""
     search: list[str | Path] = [part for path in includes for part in ("-isystem", path)]
-    return [*compiler, *CXX_FLAGS, *search, "-c", source, "-o", out]
+    limits = [] if source.name in INDEX_SOURCES else [STABLE_ONLY]
+    return [*compiler, *CXX_FLAGS, *limits, *search, "-c", source, "-o", out]
 
 
 @dataclass

@@ -77,6 +77,7 @@ class Stage(nn.Module):
     Attributes:
         index, count: this stage and how many there are.
         placement: blocks of every stage.
+        specs: of every tensor of the whole model, by global name (a tied one once).
         tie_holders: for every tied tensor of the model, the stages that hold it.
     """
 
@@ -95,6 +96,7 @@ class Stage(nn.Module):
         self.embed = parts.get("embed")
         self.blocks = nn.ModuleDict({str(i): parts[f"blocks.{i}"] for i in placement[index]})
         self.head = parts.get("head")
+        self.specs = {name: spec for held in specs.values() for name, spec in held.items()}
         self.tie_holders = tie_holders(specs, placement)
         self._share_ties()
         if recompute is not None:

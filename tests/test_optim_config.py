@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from megatron_lite.config.schema import OptimizerConfig, RunConfig, TrainingConfig
 from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.mesh.layout import Layout
@@ -45,13 +44,8 @@ def test_iterations_stay_exact_while_the_batch_grows() -> None:
     values = learning_rates(ramp, flags, 102)
     assert values.index(1.0) == 10 and values.count(1.0) == 1
     assert values[99] > 0.1 and values[100] == pytest.approx(0.1, abs=1e-15)
-    for mbs in (1, 2, 8):  # accumulation 8, 4, 1
-        assert (
-            learning_rates(
-                {**ramp, "micro_batch_size": mbs} if mbs < 8 else {**ramp, "micro_batch_size": 4}, flags, 102
-            )
-            == values
-        )
+    for mbs in (1, 2, 4):  # 8, 4 and 2 microbatches at the end of the ramp
+        assert learning_rates({**ramp, "micro_batch_size": mbs}, flags, 102) == values
     wsd = {"lr_decay_style": "WSD", "lr_warmup_iters": 10, "lr_wsd_decay_iters": 40, "lr_wsd_decay_style": "linear"}
     values = learning_rates(ramp, wsd, 101)
     assert values[10] == values[60] == 1.0 and values[61] < 1.0 and values[100] == 0.0

@@ -1,4 +1,4 @@
-"""What every test shares: no network, and one pool of ranks that ends with the run."""
+"""What every test shares: no network, one pool of ranks that ends with the run, and ``--nightly``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ from megatron_lite.testing.offline import refuse_network
 from megatron_lite.testing.ranks import close_pool
 
 refuse_network()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--nightly`` runs the long forms too."""
+    parser.addoption("--nightly", action="store_true", help="also run the long forms of tests (marker nightly)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the long forms unless they are asked for."""
+    if config.getoption("--nightly"):
+        return
+    skip = pytest.mark.skip(reason="a long form: give --nightly")
+    for item in items:
+        if "nightly" in item.keywords:
+            item.add_marker(skip)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -89,6 +89,12 @@ def inference_config(saved: dict[str, Any], *, tp: int = 1, pp: int = 1, dtype: 
     return dataclasses.replace(config, parallel=parallel, training=training)
 
 
+def continuation(tokenizer: Any, before: list[int], after: list[int]) -> str:
+    """The text of new tokens behind a prompt's: a token may begin with a space that it loses where nothing precedes it."""
+    start, whole = tokenizer.decode(before), tokenizer.decode([*before, *after])
+    return whole[len(start) :] if whole.startswith(start) else tokenizer.decode(after)
+
+
 def _generate(args: argparse.Namespace, info: Any, sampling: Any, prompts: list[str]) -> int:
     from megatron_lite.checkpoint.load import Reader
     from megatron_lite.checkpoint.manifest import find_checkpoint
@@ -118,7 +124,7 @@ def _generate(args: argparse.Namespace, info: Any, sampling: Any, prompts: list[
         ids, args.max_new_tokens, sampling, stop_id=tokenizer.eod_id, use_cache=not args.no_cache
     )
     if info.rank == 0:
-        for prompt, text in zip(prompts, texts, strict=True):
-            print(prompt + tokenizer.decode(text), flush=True)
+        for prompt, before, after in zip(prompts, ids, texts, strict=True):
+            print(prompt + continuation(tokenizer, before, after), flush=True)
     mesh.close()
     return DONE

@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from whole_model import make_whole
-
 from megatron_lite.config.transformer import TransformerConfig
 from megatron_lite.data.batch import Batch, Row, make_batch
 from megatron_lite.mesh.layout import Layout
@@ -23,6 +20,9 @@ from megatron_lite.pipeline.runtime import Runtime, Sums
 from megatron_lite.pipeline.stage import Recompute, Stage
 from megatron_lite.tensor.regions import reduce_from_tp
 from megatron_lite.tensor.spec import TensorParallel
+from torch import nn
+
+from whole_model import make_whole
 
 SEED = 1
 VOCAB = 29
@@ -65,12 +65,14 @@ class AuxGPT(GPT):
         return (AuxBlock if index % 2 else Block)(self.config, self.parallel, index)
 
 
-def batch_of(rows: Sequence[int], seq_length: int = 8, first_row: int = 0, valid: int | None = None) -> Batch:
-    """A microbatch of made-up rows (by number); ``valid``: how many targets count."""
+def batch_of(
+    rows: Sequence[int], seq_length: int = 8, first_row: int = 0, valid: int | None = None, documents: bool = True
+) -> Batch:
+    """A microbatch of made-up rows (by number); ``valid``: how many targets count; ``documents``: two in some rows."""
     made = []
     for row in rows:
         tokens = np.random.default_rng([3, row]).integers(0, VOCAB, seq_length + 1)
-        starts = [0, 3] if row % 3 == 1 and seq_length > 3 else [0]
+        starts = [0, 3] if documents and row % 3 == 1 and seq_length > 3 else [0]
         made.append(Row(tokens, np.array(starts), row))
     batch = make_batch(made, first_row)
     if valid is not None:

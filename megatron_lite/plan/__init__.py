@@ -1,1 +1,1 @@
-""""""
+"""What a run will hold and send, before it runs: arithmetic over layouts, records and plans."""

@@ -112,7 +112,7 @@ class Case:
             }
         )
         optimizer = OptimizerConfig(**{"lr": LEARNING_RATE, "weight_decay": 0.1, "clip_grad": 1.0, **self.optimizer})
-        data = DataConfig(seq_length=self.seq_length)
+        data = DataConfig(seq_length=self.seq_length, mock_data=True)
         return RunConfig(self.model, parallel, training, optimizer, data, architecture=self.architecture)
 
     def alone(self) -> Case:

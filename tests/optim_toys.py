@@ -8,6 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
+
 from megatron_lite.mesh.collectives import Axis, Handle
 from megatron_lite.mesh.layout import Layout
 from megatron_lite.mesh.mesh import ProcessMesh
@@ -15,7 +17,6 @@ from megatron_lite.optim.buckets import Gradients
 from megatron_lite.optim.clip import clip_factor
 from megatron_lite.optim.sharded import Optimizer
 from megatron_lite.tensor.spec import ParamSpec, TensorParallel
-from torch import nn
 
 NEVER = torch.tensor(False)
 ONE = torch.tensor(1.0, dtype=torch.float64)

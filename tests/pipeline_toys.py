@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from whole_model import make_whole
+
 from megatron_lite.config.transformer import TransformerConfig
 from megatron_lite.data.batch import Batch, Row, make_batch
 from megatron_lite.mesh.layout import Layout
@@ -20,9 +23,6 @@ from megatron_lite.pipeline.runtime import Runtime, Sums
 from megatron_lite.pipeline.stage import Recompute, Stage
 from megatron_lite.tensor.regions import reduce_from_tp
 from megatron_lite.tensor.spec import TensorParallel
-from torch import nn
-
-from whole_model import make_whole
 
 SEED = 1
 VOCAB = 29

@@ -10,16 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optim_toys import Imaginary, ImaginaryMesh, parameter, plain_spec, samples, toy, toy_loss
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
 from megatron_lite.mesh.layout import Layout
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.optim.buckets import Gradients
 from megatron_lite.optim.flat import Entry, place
 from megatron_lite.tensor.spec import ParamSpec
 from megatron_lite.testing.ranks import run_ranks
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-from optim_toys import Imaginary, ImaginaryMesh, parameter, plain_spec, samples, toy, toy_loss
 
 # --- where parameters lie ---
 

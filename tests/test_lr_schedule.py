@@ -9,6 +9,7 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from megatron_lite.optim.batch_size import BatchSchedule, lr_scaling_factor, lr_scaling_table, parse_steps
 from megatron_lite.optim.schedule import DECAY_STYLES, WSD_STYLES, LrSchedule, Rates, WeightDecaySchedule, on_resume
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from megatron_lite.config.schema import OptimizerConfig, RunConfig, TrainingConfig
 from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.mesh.layout import Layout

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from optim_toys import NEVER, ONE, parameter, plain_spec, reference_run, samples, single, toy, toy_loss, train_step
+from torch import nn
+
 from megatron_lite.mesh.layout import Layout
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.optim.buckets import Gradients
@@ -20,9 +23,6 @@ from megatron_lite.optim.schedule import LrSchedule
 from megatron_lite.optim.sharded import Optimizer
 from megatron_lite.tensor.spec import ParamSpec, Rectangle, TensorParallel
 from megatron_lite.testing.ranks import run_ranks
-from torch import nn
-
-from optim_toys import NEVER, ONE, parameter, plain_spec, reference_run, samples, single, toy, toy_loss, train_step
 
 # --- the same training as one process ---
 

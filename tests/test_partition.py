@@ -7,6 +7,7 @@ from itertools import combinations, pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from megatron_lite.pipeline.partition import partition, partition_problems
 
 

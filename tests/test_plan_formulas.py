@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline_toys import SEED, TINY, Built, batch_of, build, microbatches, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from megatron_lite.config.transformer import LlamaConfig, TransformerConfig
 from megatron_lite.mesh.layout import Layout
 from megatron_lite.model.protocol import ForwardContext
@@ -19,10 +23,6 @@ from megatron_lite.plan.job import Job
 from megatron_lite.plan.memory import block_bytes, message_bytes, microbatch_bytes, rank_memory, recomputed_bytes
 from megatron_lite.plan.traffic import add, gradient_sums, layers, messages, step_traffic, weight_gathers
 from megatron_lite.testing.ranks import run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from pipeline_toys import SEED, TINY, Built, batch_of, build, microbatches, tiny
 
 NEVER, ONE = torch.tensor(False), torch.tensor(1.0, dtype=torch.float64)
 SEQUENCE, ROWS = 8, 2  # S and B of every microbatch

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline_toys import SEED, AuxGPT, Built, Reference, batch_of, build, gradient_error, microbatches, reference, tiny
+from torch import nn
+
 from megatron_lite.mesh.layout import Layout
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.protocol import ForwardContext
 from megatron_lite.optim.sharded import Optimizer
 from megatron_lite.pipeline.stage import Recompute
 from megatron_lite.testing.ranks import run_ranks
-from torch import nn
-
-from pipeline_toys import SEED, AuxGPT, Built, Reference, batch_of, build, gradient_error, microbatches, reference, tiny
 
 ROWS = 24  # divisible by 1, 2, 3, 4, 8 microbatches of any of the sizes below, over one or two data-parallel ranks
 NEVER, ONE = torch.tensor(False), torch.tensor(1.0, dtype=torch.float64)
@@ -285,9 +285,9 @@ def _logits() -> list[float] | None:
 
 
 def test_logits_come_from_the_last_stage() -> None:
-    from megatron_lite.model.gpt import GPT
-
     from whole_model import make_whole
+
+    from megatron_lite.model.gpt import GPT
 
     want = make_whole(GPT, tiny(), seed=SEED).logits(batch_of([0, 1]))
     first, last = run_ranks(2, _logits)

@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from megatron_lite.optim.scaler import MAX_SCALE, LossScaler
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
+
 from megatron_lite.pipeline.action import Action, Backward, Forward, Plan, PlanError, Recv, Reduce, Send, Sync
 from megatron_lite.pipeline.lower import lower
 from megatron_lite.pipeline.verify import draw, verify

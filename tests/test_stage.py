@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from foreign.plain_linear import PlainConfig, PlainModel
+from pipeline_toys import SEED, AuxGPT, batch_of, tiny
+from torch import nn
+from whole_model import make_whole
+
 from megatron_lite.mesh.collectives import Axis
 from megatron_lite.mesh.layout import Layout
 from megatron_lite.model.gpt import GPT
@@ -14,11 +19,6 @@ from megatron_lite.model.protocol import ForwardContext, ModelDefinition, full_s
 from megatron_lite.pipeline import stage as module
 from megatron_lite.pipeline.stage import Recompute, Stage, recompute_units, tie_holders
 from megatron_lite.tensor.spec import TensorParallel
-from torch import nn
-
-from foreign.plain_linear import PlainConfig, PlainModel
-from pipeline_toys import SEED, AuxGPT, batch_of, tiny
-from whole_model import make_whole
 
 
 def parallel(**changes: Any) -> TensorParallel:

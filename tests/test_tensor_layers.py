@@ -205,7 +205,7 @@ def test_which_gradients_are_partial_sums() -> None:
     for tp, sequence_parallel in LAYOUTS:
         parallel = TensorParallel(Axis("tp", tuple(range(tp)), 0, group=object()), KV, sequence_parallel, torch.float64)
         partial = {n: p.spec.partial_over for n, p in Network(parallel).named_parameters()}  # type: ignore[attr-defined]
-        expected = {n: () for n in partial}
+        expected = dict.fromkeys(partial, ())
         if tp > 1:
             expected |= {"query_norm.weight": ("tp",), "key_norm.weight": ("tp",)}
         if tp > KV:

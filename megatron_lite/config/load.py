@@ -154,12 +154,12 @@ def assemble(model_config: type, values: Mapping[Key, Any], problems: list[Probl
         its = {name: value for (s, name), value in values.items() if s == section}
         required = [f.name for f in dataclasses.fields(cls) if f.init and _is_required(f)]
         # A team's own field may have no default; flags can still give it, so tyro is told that it is missing.
-        its = {name: tyro.MISSING for name in required} | its
+        its = dict.fromkeys(required, tyro.MISSING) | its
         try:
             sections[section] = cls(**its)
         except (TypeError, ValueError) as error:
             problems.append(Problem(f"{section}: {error}"))
-            sections[section] = cls(**{name: tyro.MISSING for name in required})
+            sections[section] = cls(**dict.fromkeys(required, tyro.MISSING))
     return RunConfig(**sections, architecture=values.get(("", "architecture"), "gpt"))
 
 

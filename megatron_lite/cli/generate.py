@@ -62,7 +62,8 @@ def run(argv: Sequence[str]) -> int:
         problems.append(f"--max-new-tokens {args.max_new_tokens}: at least 1")
     ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     if ranks != info.world_size:
-        problems.append(f"tp {args.tensor_model_parallel_size} x pp {args.pipeline_model_parallel_size} = {ranks} ranks, but {info.world_size} were started")
+        sizes = f"tp {args.tensor_model_parallel_size} x pp {args.pipeline_model_parallel_size}"
+        problems.append(f"{sizes} = {ranks} ranks, but {info.world_size} were started")
     if problems:
         if info.rank == 0:
             print("megatron-lite generate: " + "; ".join(problems), file=sys.stderr)
@@ -82,9 +83,9 @@ def inference_config(saved: dict[str, Any], *, tp: int = 1, pp: int = 1, dtype: 
         pipeline_model_parallel_size=pp,
         context_parallel_size=1,
         sequence_parallel=False,  # generation runs on rows of any length
-        device=device,
+        device=device,  # type: ignore[arg-type]
     )
-    flags = {name: name == dtype for name in ("bf16", "fp16", "fp64")}
+    flags: dict[str, Any] = {name: name == dtype for name in ("bf16", "fp16", "fp64")}
     training = dataclasses.replace(config.training, recompute_granularity=None, **flags)
     return dataclasses.replace(config, parallel=parallel, training=training)
 

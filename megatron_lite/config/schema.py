@@ -16,14 +16,14 @@ What this does not do: no checks (:mod:`megatron_lite.config.check`), no reading
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import tyro
 
 from megatron_lite.config.schema_io import CheckpointConfig, DataConfig, EvaluationConfig, LoggingConfig
 
 ModelConfig = TypeVar("ModelConfig")
-Flat = tyro.conf.OmitArgPrefixes  # marks a section whose flags carry no "--section." prefix
+Flat: Any = tyro.conf.OmitArgPrefixes  # marks a section whose flags carry no "--section." prefix
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Handle:
 
     __slots__ = ("_finish", "_keep", "_works")
 
-    def __init__(self, works: Sequence[Any] = (), keep: tuple = (), finish: Callable[[], None] | None = None):
+    def __init__(self, works: Sequence[Any] = (), keep: tuple[Any, ...] = (), finish: Callable[[], None] | None = None):
         self._works = [w for w in works if w is not None]
         self._keep = keep
         self._finish = finish

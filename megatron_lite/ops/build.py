@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_lite.ops.toolchain import BuildError, Torch, compiler_version, find_compiler, find_nvcc, find_torch, run
 
@@ -226,7 +227,7 @@ def build(
         shutil.rmtree(work, ignore_errors=True)
 
 
-def read_stamp(directory: Path) -> dict | None:
+def read_stamp(directory: Path) -> dict[str, Any] | None:
     """What a complete build says about itself, or None when it is no build of ours."""
     try:
         stamp = json.loads((directory / "stamp.json").read_text())

@@ -82,7 +82,7 @@ class RankPool:
         """Process ids of the ranks, in order."""
         return [process.pid for process, _ in self._ranks]
 
-    def run(self, n: int, function: Callable[..., Any], args: tuple, timeout: float) -> list[Any]:
+    def run(self, n: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
         """See :func:`run_ranks`."""
         if not 1 <= n <= MOST_RANKS:
             raise ValueError(f"run_ranks({n}, ...): 1 to {MOST_RANKS} ranks")
@@ -218,7 +218,7 @@ def _serve(connection: Connection, parent: int) -> None:
 
 
 def _work(
-    rank: int, n: int, job: str, timeout: float, function: Callable[..., Any], args: tuple
+    rank: int, n: int, job: str, timeout: float, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[bool, float, Any]:
     """One job on this rank: (True, time, result) or (False, time, traceback)."""
     import torch

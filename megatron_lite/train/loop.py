@@ -86,7 +86,9 @@ def device_type(config: RunConfig[Any]) -> str:
     """``cuda`` or ``cpu``."""
     wanted = config.parallel.device
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU on this machine; give --device cpu, or check the driver with `megatron-lite doctor`")
+        raise ValueError(
+            "--device cuda: torch sees no GPU on this machine; give --device cpu, or check the driver with `megatron-lite doctor`"
+        )
     return wanted if wanted != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -121,7 +123,8 @@ class Training:
         found = self._find()
         guard.beat("building the model")
         self.assembly = assemble(config, self.mesh, initialise=found is None)
-        self.progress, notices = Progress(), []
+        self.progress = Progress()
+        notices: list[str] = []
         if found is not None:
             guard.beat(f"loading {found.directory}")
             self.progress, self.rates = resume.load(self.assembly, config, found, self.rates, self.scaler, notices.append)
@@ -137,16 +140,18 @@ class Training:
 
     def _find(self) -> Any:
         """Rank 0 decides which checkpoint is loaded; the others see the same one or fail."""
-        found, error = None, None
+        found: dict[str, Any] = {}
         if self.mesh.rank == 0:
             try:
-                found = resume.find(self.config)
-            except ValueError as e:
-                error = str(e)
-        answer = self.mesh.axis("world").gather_json({"step": found and found.step, "error": error, "notice": found and found.notice, "directory": found and str(found.directory)})[0]
-        if answer["error"] is not None:
+                checkpoint = resume.find(self.config)
+            except ValueError as error:
+                found = {"error": str(error)}
+            else:
+                found = {**asdict(checkpoint), "directory": str(checkpoint.directory)} if checkpoint is not None else {}
+        answer = self.mesh.axis("world").gather_json(found)[0]
+        if "error" in answer:
             raise ValueError(answer["error"])
-        if answer["step"] is None:
+        if not answer:
             if self.config.checkpoint.load is not None and self.mesh.rank == 0:
                 print(f"--load {self.config.checkpoint.load} holds no checkpoint and is the same as --save: starting fresh", flush=True)
             return None
@@ -363,7 +368,8 @@ class Training:
         self._last_saved = found.step
         first, end = self.progress.skipped_ranges[-1]
         self.reporter.say(
-            f"{where}; rolled back to step {found.step} ({self.progress.rollbacks} of {MAX_ROLLBACKS}), samples {first} to {end - 1} are skipped"
+            f"{where}; rolled back to step {found.step} ({self.progress.rollbacks} of {MAX_ROLLBACKS}), "
+            f"samples {first} to {end - 1} are skipped"
         )
 
 

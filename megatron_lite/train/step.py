@@ -35,10 +35,14 @@ STOP_LIMIT, STOP_SIGNAL = 1, 2
 class StepBatches(Protocol):
     """What the loader gives for one step of one data-parallel rank."""
 
-    microbatches: Sequence[Batch]
-    digest: int
-    valid_tokens: int
-    wait_seconds: float
+    @property
+    def microbatches(self) -> Sequence[Batch]: ...
+    @property
+    def digest(self) -> int: ...
+    @property
+    def valid_tokens(self) -> int: ...
+    @property
+    def wait_seconds(self) -> float: ...
 
 
 @dataclass(frozen=True)

@@ -249,8 +249,11 @@ def _peak(jobs: list[Job]) -> None:
             built.train(batches)
         want = rank_memory(j, stage, "cpu")
         assert peaks[0] == pytest.approx(want.activations, rel=0.01), (j, stage)
-        # Everything that lives when a forward pass ends: activations, messages, and a few scalars.
-        assert want.activations * 0.99 <= peaks[1] <= (want.activations + want.messages) * 1.01, (j, stage)
+        # Everything that lives when a forward pass ends: activations, messages, a few scalars, and what gloo's threads,
+        # which let go of the tensors of a finished collective a moment later, still hold.
+        held = 2 * j.tokens * j.config.hidden_size * j.dtype.itemsize if j.layout.tp > 1 else 0
+        limit = (want.activations + want.messages) * 1.01 + held
+        assert want.activations * 0.99 <= peaks[1] <= limit, (j, stage, peaks, limit)
         optimizer = Optimizer(built.gradients, built.parallel)
         state = {k: getattr(want, k) for k in ("weights", "gradients", "masters", "moments")}
         assert optimizer.memory() == state, (j, stage)

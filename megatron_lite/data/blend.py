@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -43,7 +44,7 @@ def normalised(weights: Sequence[float]) -> np.ndarray:
     return array / np.sum(array)
 
 
-class _Blend:
+class _Blend(ABC):
     """Chunks of positions, computed when asked for; subclasses say what is in a chunk."""
 
     def __init__(self, chunk: int) -> None:
@@ -63,9 +64,9 @@ class _Blend:
                     self._cache = {**dict(list(self._cache.items())[-1:]), number: found}  # the last two
         return int(found[0][place]), int(found[1][place])
 
+    @abstractmethod
     def _make(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Members and their samples at the positions of a chunk."""
-        raise NotImplementedError
 
 
 class WindowsBlend(_Blend):

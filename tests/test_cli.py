@@ -165,6 +165,8 @@ def test_all_problems_and_no_traceback(tmp_path: Path) -> None:
 
 
 def test_one_rank_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("megatron_lite.train.guard._store_within", lambda *args: None)
+    monkeypatch.setattr(train, "die_with_parent", lambda: None)
     values = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for rank, printed in ((0, True), (1, False)):
         for name, value in {**values, "RANK": str(rank), "LOCAL_RANK": str(rank)}.items():

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_lite.cli.environment import apply_early
 from megatron_lite.config.check import ProblemsFunction, check, check_files, require
-from megatron_lite.config.exit_codes import CONFIGURATION
 from megatron_lite.config.load import BUILTIN, Loaded, load, with_checkpoint_args
 from megatron_lite.config.problem import ConfigError, Problem
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.config.summary import summary
-from megatron_lite.mesh.local import RankInfo, rank_info
+from megatron_lite.mesh.local import RankInfo, die_with_parent, rank_info
 
 if TYPE_CHECKING:
     from megatron_lite.mesh.layout import Layout
@@ -29,14 +27,16 @@ if TYPE_CHECKING:
 def run(argv: Sequence[str]) -> int:
     """Train as the command line says; the result is the exit code."""
     info = rank_info(os.environ)
+    if info.world_size > 1:
+        die_with_parent()
     try:
         environment = apply_early(argv, os.environ)
         loaded = read(argv)
         loaded, text = prepare(loaded, info, environment)
-    except ConfigError as error:
-        if info.rank == 0:
-            print(f"megatron-lite train: {error}", file=sys.stderr, flush=True)
-        return CONFIGURATION
+    except Exception as error:
+        from megatron_lite.train.guard import fail_early
+
+        return fail_early(info, error, os.environ)
     if info.rank == 0:
         print(text, flush=True)
     from megatron_lite.train.loop import train

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -125,7 +125,13 @@ def meeting_point(info: RankInfo, env: Mapping[str, str]) -> tuple[str, int]:
 
 
 def start(
-    info: RankInfo, backend: str, timeout_minutes: float, env: Mapping[str, str], *, die: bool = True
+    info: RankInfo,
+    backend: str,
+    timeout_minutes: float,
+    env: Mapping[str, str],
+    *,
+    die: bool = True,
+    met: Callable[[dist.Store], None] = lambda store: None,
 ) -> dist.Store | None:
     """Open the default process group; one rank opens none. On NCCL this rank is bound to the GPU of its local rank.
 
@@ -135,6 +141,7 @@ def start(
         timeout_minutes: of every collective, and of waiting for the others here.
         env: for MASTER_ADDR and MASTER_PORT, see :func:`meeting_point`.
         die: end this process when its launcher ends.
+        met: called with the job's store once this rank has reached it, before it waits for the others.
 
     Returns:
         The job's key-value store, or None with one rank.
@@ -160,18 +167,20 @@ def start(
         device = torch.device("cuda", info.local_rank)
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    store = _meet(info, timeout, env)
+    store = meet(info, timeout_minutes, env)
+    met(store)
     dist.init_process_group(
         backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout, device_id=device
     )
     return store
 
 
-def _meet(info: RankInfo, timeout: datetime.timedelta, env: Mapping[str, str]) -> dist.Store:
-    """The store that all ranks share (torchrun's own, or one that rank 0 opens)."""
+def meet(info: RankInfo, timeout_minutes: float, env: Mapping[str, str]) -> dist.Store:
+    """The store that all ranks share (torchrun's own, or one that rank 0 opens); ValueError as :func:`start`."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
+    timeout = datetime.timedelta(minutes=timeout_minutes)
     address, port = meeting_point(info, env)
     host = f"[{address}]" if ":" in address else address
     try:

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,63 +44,102 @@ def peak_tflops(device_name: str, override: float | None = None) -> float | None
     return next((peak for part, peak in PEAK_TFLOPS if part in name), None)
 
 
+def _records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """What the lines hold; a line cut off by a kill is passed over."""
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line of a metrics file; a last line cut off by a kill is passed over."""
-    if not path.exists():
-        return
-    with open(path, encoding="utf-8") as f:
-        for line in f:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(record, dict):
-                yield record
+    """Every whole line of a metrics file; a line cut off by a kill is passed over."""
+    if path.exists():
+        with open(path, encoding="utf-8", errors="replace") as f:
+            yield from _records(f)
 
 
 def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
-    """(training lines, evaluation lines) by step; the last line of a step counts."""
+    """(training lines, lines of the evaluations on validation data) by step; the last line of a step counts."""
     steps: dict[int, dict[str, Any]] = {}
     evaluations: dict[int, dict[str, Any]] = {}
     for record in read_lines(path):
-        (evaluations if "eval_loss" in record else steps)[record["step"]] = record
+        if "eval_loss" not in record:
+            steps[record["step"]] = record
+        elif record.get("split") == "validation":
+            evaluations[record["step"]] = record
     return steps, evaluations
 
 
+def last_lines(path: Path, size: int = 1 << 20) -> Iterator[dict[str, Any]]:
+    """The whole lines at the end of a metrics file, as far as ``size`` bytes hold them."""
+    if not path.exists():
+        return
+    with open(path, "rb") as f:
+        f.seek(max(0, path.stat().st_size - size))
+        yield from _records(f.read().decode(errors="replace").splitlines())
+
+
 class JsonLines:
-    """Appends records to ``metrics.jsonl``; a line is written with one system call."""
+    """Appends records to ``metrics.jsonl``; a line is written with one system call.
+
+    Attributes:
+        run: how many starts wrote to this file before (0 for the first).
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.run = max((record.get("run", -1) for record in read_lines(path)), default=-1) + 1
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        size = path.stat().st_size
-        if size and not path.read_bytes().endswith(b"\n"):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.run = max((record.get("run", -1) for record in last_lines(path)), default=-1) + 1
+            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written ({error.strerror}): give another --log-dir") from error
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
             os.write(self._fd, b"\n")  # the line before was cut off by a kill: keep ours apart from it
 
     def write(self, record: Mapping[str, Any]) -> None:
+        """Append one line; a number that is not finite becomes null, which JSON has."""
         line = {"run": self.run, "time": time.time(), **record}
         line = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in line.items()}
-        os.write(self._fd, (json.dumps(line) + "\n").encode())
+        os.write(self._fd, (json.dumps(line, allow_nan=False) + "\n").encode())
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._fd)
 
 
 class TensorBoard:
-    """Scalars for TensorBoard, under one tag per field."""
+    """Scalars for TensorBoard, under one tag per field.
 
-    def __init__(self, directory: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    Args:
+        directory: of the event files.
+        first_step: finished steps at this start; what an earlier start wrote of later steps is not shown any more.
+    """
 
-        self._writer = SummaryWriter(str(directory))  # type: ignore[no-untyped-call]
+    def __init__(self, directory: Path, first_step: int = 0) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ValueError(
+                "--tensorboard-dir is given, but the package tensorboard is not installed: pip install tensorboard"
+            ) from None
+        self._writer = SummaryWriter(str(directory), purge_step=first_step + 1)  # type: ignore[no-untyped-call]
 
     def write(self, record: Mapping[str, Any]) -> None:
+        """Write the numbers of a record."""
         for name, value in record.items():
             if name not in ("step", "run", "time") and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, record["step"])  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
+        """Flush and close."""
         self._writer.close()  # type: ignore[no-untyped-call]
 
 
@@ -169,7 +208,7 @@ class Console:
 
     def __init__(self, first_step: int, last_step: int, interval: int, enabled: bool) -> None:
         self.enabled, self.interval, self.last_step = enabled, max(1, interval), last_step
-        self._start, self._first = time.monotonic(), first_step
+        self._start, self._done = time.monotonic(), 0
         bar = enabled and sys.stdout.isatty()
         self._bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stdout) if bar else None
 
@@ -185,13 +224,13 @@ class Console:
     def step(self, record: Mapping[str, Any]) -> None:
         """Report one step."""
         step = record["step"]
+        self._done += 1  # steps that a rollback repeats are counted again: they take time again
         if self._bar is not None:
-            self._bar.update(1)
-            loss = record["loss"]
-            self._bar.set_postfix_str(f"loss {loss:.4f} lr {record['learning_rate']:.2e} {record['tokens_per_second']:,.0f} tok/s")
+            self._bar.n = step
+            speed = f"{record['tokens_per_second']:,.0f} tok/s"
+            self._bar.set_postfix_str(f"loss {record['loss']:.4f} lr {record['learning_rate']:.2e} {speed}")
         if step % self.interval == 0 or step == self.last_step:
-            done = step - self._first
-            left = (time.monotonic() - self._start) / done * (self.last_step - step) if done else None
+            left = (time.monotonic() - self._start) / self._done * (self.last_step - step)
             self.say(step_line(record, self.last_step, left))
 
     def close(self) -> None:

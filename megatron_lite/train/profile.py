@@ -27,8 +27,14 @@ class Profiler:
     def end(self, step: int) -> None:
         """After that step."""
         if self._profile is not None and step + 1 >= self._options.profile_step_end:
-            self._profile.__exit__(None, None, None)
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._profile.export_chrome_trace(str(self._path))
-            self._profile = None
-            self._wanted = False
+            self.close()
+
+    def close(self) -> None:
+        """Write what was recorded so far: the run may end before the last profiled step."""
+        if self._profile is None:
+            return
+        self._profile.__exit__(None, None, None)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(self._path))
+        self._profile = None
+        self._wanted = False

@@ -54,8 +54,8 @@ def write_run_json(
     starts: list[Any] = []
     if path.exists():
         try:
-            starts = json.loads(path.read_text())["starts"]
-        except (json.JSONDecodeError, KeyError):
+            starts = list(json.loads(path.read_text())["starts"])
+        except (ValueError, KeyError, TypeError):
             starts = []  # a file that is not ours: the new one replaces it
     starts.append(
         {

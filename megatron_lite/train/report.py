@@ -63,7 +63,7 @@ class Reporter:
         self.run = lines.run
         self._sinks.append(lines)
         if logging.tensorboard_dir:
-            self._board = TensorBoard(Path(logging.tensorboard_dir))
+            self._board = TensorBoard(Path(logging.tensorboard_dir), first_step)
         if logging.wandb_project:
             directory = Path(logging.wandb_save_dir or log_dir)
             self._sinks.append(WeightsAndBiases(logging.wandb_project, logging.wandb_exp_name, directory, asdict(config)))

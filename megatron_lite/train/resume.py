@@ -4,28 +4,53 @@ The rules of loading:
 
 * ``--load D`` with D = ``--save`` and no checkpoint in D at all: start fresh, and say so (unless
   ``--exit-on-missing-checkpoint``). Any other D without a checkpoint is an error. The newest complete one counts; broken
-  ones are passed over and named; only broken ones are an error.
+  ones are passed over and named, also where only their bytes tell; only broken ones are an error.
 * ``--finetune``: weights only, all counters at zero. ``--no-load-optim``: weights and counters, fresh moments, and bias
   correction from the start with them.
-* Schedules that differ from the checkpoint's are an error that shows both, unless a flag says who wins.
+* Schedules that differ from the checkpoint's are an error that shows both, unless a flag says who wins. Settings that
+  decide which samples come next are named where they differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.checkpoint.load import Reader, load_shares, name_problems
-from megatron_lite.checkpoint.manifest import Found, find_checkpoint
-from megatron_lite.checkpoint.save import everyone, prune, save_checkpoint
+from megatron_lite.checkpoint.load import CorruptCheckpoint, Reader, load_shares, name_problems
+from megatron_lite.checkpoint.manifest import Found, find_checkpoint, incomplete_reason, list_steps
+from megatron_lite.checkpoint.retention import prune
+from megatron_lite.checkpoint.save import save_checkpoint
+from megatron_lite.checkpoint.together import everyone
 from megatron_lite.config.load import to_dict
 from megatron_lite.config.schema import RunConfig
+from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.optim.scaler import LossScaler
 from megatron_lite.optim.schedule import Rates, on_resume
 from megatron_lite.train.assemble import Assembly
 from megatron_lite.train.progress import Progress
+
+# Settings that decide which samples come next, and what a sample is.
+POSITION = (
+    ("training", ("seed", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule")),
+    (
+        "data",
+        (
+            "seq_length",
+            "data_path",
+            "train_data_path",
+            "split",
+            "mock_data",
+            "sample_order",
+            "document_mask",
+            "eod_mask_loss",
+        ),
+    ),
+)
+
+
+# ---- which checkpoint
 
 
 def find(config: RunConfig[Any]) -> Found | None:
@@ -38,8 +63,59 @@ def find(config: RunConfig[Any]) -> Found | None:
     if found is None:
         same = options.save is not None and Path(options.save).resolve() == root.resolve()
         if not same or options.exit_on_missing_checkpoint:
-            raise ValueError(f"--load {root}: there is no checkpoint in it. Give the --save directory of a run, or leave --load out")
+            raise ValueError(
+                f"--load {root}: there is no checkpoint in it. Give the --save directory of a run, or leave --load out"
+            )
     return found
+
+
+def starting_fresh(config: RunConfig[Any]) -> str:
+    """What is said where ``--load`` holds nothing yet."""
+    return f"--load {config.checkpoint.load} holds no checkpoint and is the same as --save: starting fresh"
+
+
+def _decided_by_rank_0(mesh: ProcessMesh, choose: Callable[[], Found | None]) -> Found | None:
+    """The choice of rank 0, on every rank: a directory listing may differ between hosts for a while."""
+
+    def chosen() -> dict[str, Any]:
+        found = choose()
+        return {} if found is None else {**asdict(found), "directory": str(found.directory)}
+
+    answer = everyone(mesh.axis("world"), chosen, only=0, error=_plain)[0]
+    return Found(answer["step"], Path(answer["directory"]), answer["notice"]) if answer else None
+
+
+def _plain(text: str) -> ValueError:
+    """What one rank found is everybody's business: without the rank and the class of the error."""
+    return ValueError(text.removeprefix("rank 0: ").removeprefix("ValueError: "))
+
+
+def find_together(config: RunConfig[Any], mesh: ProcessMesh) -> Found | None:
+    """:func:`find`, the same on every rank. Collective."""
+    return _decided_by_rank_0(mesh, lambda: find(config))
+
+
+def newest_together(root: Path, mesh: ProcessMesh) -> Found:
+    """The newest complete checkpoint in ``root``, the same on every rank; ValueError where there is none. Collective."""
+    found = _decided_by_rank_0(mesh, lambda: find_checkpoint(root))
+    if found is None:
+        raise ValueError(f"there is no checkpoint in {root}")
+    return found
+
+
+def older(found: Found) -> Found | None:
+    """The newest complete checkpoint that was saved before ``found``, in the same directory."""
+    steps = [d for d in list_steps(found.directory.parent) if d.saved_at is not None]
+    paths = [d.path for d in steps]
+    if found.directory not in paths:
+        return None
+    for d in steps[paths.index(found.directory) + 1 :]:
+        if incomplete_reason(d.path) is None:
+            return Found(d.step, d.path, f"checkpoint: {d.path} (the newest that is not damaged)")
+    return None
+
+
+# ---- loading
 
 
 def full_shapes(assembly: Assembly, config: RunConfig[Any]) -> dict[str, tuple[int, ...]]:
@@ -64,53 +140,118 @@ def load(
     say: Callable[[str], None],
     *,
     again: bool = False,
-) -> tuple[Progress, Rates]:
-    """Load a checkpoint into this rank's objects; returns the counters and the schedules to go on with. Collective.
+    facts: Mapping[str, Any] | None = None,
+) -> tuple[Progress, Rates, Found]:
+    """Load a checkpoint into this rank's objects. Collective.
 
-    ``again``: this run wrote it and goes back to it, whole, whatever the options of the first load say.
+    Args:
+        assembly, scaler: what is filled.
+        config, rates: what this run was asked to do.
+        found: the checkpoint. Where its bytes turn out to be damaged and ``--ckpt-step`` does not name it, the next
+            older one is tried.
+        say: takes a line for the user.
+        again: this run wrote it and goes back to it, whole, whatever the options of the first load say.
+        facts: what this run knows of its tokenizer, to be compared.
+
+    Returns:
+        The counters and the schedules to go on with, and the checkpoint that was loaded.
 
     Raises ValueError on every rank for a checkpoint of another model, other schedules, or damaged bytes.
     """
     options = config.checkpoint
-    world = assembly.mesh.axis("world")
-
-    def read() -> None:
-        reader = Reader(found.directory)
-        wrong = name_problems(reader.names(), full_shapes(assembly, config).items())
-        if wrong:
-            shown = "; ".join(wrong[:6]) + (f"; and {len(wrong) - 6} more" if len(wrong) > 6 else "")
-            raise ValueError(f"{found.directory} is the checkpoint of another model: {shown}")
-        moments = again or (options.load_optim and not options.finetune)
-        if moments and not reader.names("exp_avg"):
-            raise ValueError(f"{found.directory} was saved without optimizer state: give --no-load-optim or --finetune")
-        load_shares(reader, assembly.optimizer.targets(), weights_only=not moments)
-
-    try:
-        everyone(world, read)
-    except RuntimeError as error:
-        raise ValueError(str(error)) from None
+    moments = again or (options.load_optim and not options.finetune)
+    while True:
+        damage = _read(assembly, config, found, moments=moments)
+        if damage is None:
+            break
+        before = _decided_by_rank_0(assembly.mesh, lambda: None if options.ckpt_step is not None else older(found))  # noqa: B023
+        if before is None:
+            raise CorruptCheckpoint(f"{found.directory} is damaged: {damage}")
+        say(f"{found.directory} is damaged, an older one is loaded: {damage}")
+        found = before
     assembly.optimizer.refresh_weights()
     state = Reader(found.directory).state
     say(found.notice)
     if options.finetune and not again:
-        return Progress(), rates
+        say("--finetune: weights only; steps, data and schedules start afresh")
+        return Progress(), rates, found
     progress = Progress.from_state(state["progress"])
-    if not options.load_optim and not again:
-        say("--no-load-optim: moments and bias correction start afresh; the position in data and schedules is the checkpoint's")
-        progress.updates = 0
-        return progress, rates
+    if not again:
+        for line in _differences(state, config, facts):
+            say(line)
+    if not moments:
+        say(
+            "--no-load-optim: moments, bias correction and loss scale start afresh; the position in data and schedules is the "
+            "checkpoint's, the schedules are this run's"
+        )
+        return replace(progress, updates=0), rates, found
     notice = scaler.load_state_dict(state["scaler"])
     if notice is not None:
         say(notice)
-    if again:
-        return progress, rates
-    rates = on_resume(
-        state["rates"],
-        rates,
-        override=options.override_opt_param_scheduler,
-        use_checkpoint=options.use_checkpoint_opt_param_scheduler,
-    )
-    return progress, rates
+    if not again:
+        rates = on_resume(
+            state["rates"],
+            rates,
+            override=options.override_opt_param_scheduler,
+            use_checkpoint=options.use_checkpoint_opt_param_scheduler,
+        )
+    return progress, rates, found
+
+
+def _read(assembly: Assembly, config: RunConfig[Any], found: Found, *, moments: bool) -> str | None:
+    """Read this rank's shares; returns what is damaged on any rank. Raises ValueError for another model's checkpoint."""
+
+    def read() -> str | None:
+        try:
+            reader = Reader(found.directory)
+            wrong = name_problems(reader.names(), full_shapes(assembly, config).items())
+            if wrong:
+                shown = "; ".join(wrong[:6]) + (f"; and {len(wrong) - 6} more" if len(wrong) > 6 else "")
+                raise ValueError(f"{found.directory} is the checkpoint of another model: {shown}")
+            if moments and not reader.names("exp_avg"):
+                raise ValueError(
+                    f"{found.directory} was saved without optimizer state: give --no-load-optim or --finetune"
+                )
+            load_shares(reader, assembly.optimizer.targets(), weights_only=not moments)
+        except CorruptCheckpoint as error:
+            return str(error)
+        return None
+
+    damages = everyone(assembly.mesh.axis("world"), read, error=_without_class)
+    return next((damage for damage in damages if damage is not None), None)
+
+
+def _without_class(text: str) -> ValueError:
+    return ValueError(text.replace("ValueError: ", ""))
+
+
+def _differences(state: Mapping[str, Any], config: RunConfig[Any], facts: Mapping[str, Any] | None) -> list[str]:
+    """Lines about settings that change which samples come next, or what their ids mean."""
+    before, now = state["config"], to_dict(config)
+    lines = []
+    differs = [
+        f"{name} {before[section][name]} in the checkpoint, {now[section][name]} now"
+        for section, names in POSITION
+        for name in names
+        if name in before.get(section, {}) and before[section][name] != now[section][name]
+    ]
+    if differs:
+        lines.append(
+            f"NOTE: the data are not those of the checkpoint ({'; '.join(differs)}); the run goes on at sample "
+            f"{state['progress']['consumed_samples']:,} of these"
+        )
+    theirs, ours = state.get("tokenizer") or {}, (facts or {}).get("tokenizer") or {}
+    changed = [
+        f"{key} {theirs[key]} in the checkpoint, {ours[key]} now"
+        for key in theirs
+        if ours.get(key) is not None and theirs[key] is not None and theirs[key] != ours[key]
+    ]
+    if changed:
+        lines.append(f"NOTE: the tokenizer is not that of the checkpoint: {'; '.join(changed)}")
+    return lines
+
+
+# ---- saving
 
 
 def save(
@@ -138,9 +279,7 @@ def save(
         **extra,
     }
     world = assembly.mesh.axis("world")
-    directory = save_checkpoint(root, progress.step, shares, state, world, progress=beat)  # type: ignore[arg-type]
+    directory = save_checkpoint(root, progress.step, shares, state, world, progress=beat)
     protect = {progress.step} if final else set()
     everyone(world, lambda: prune(root, options.keep_last, options.keep_every, protect), only=0)
     return directory
-
-

@@ -89,7 +89,7 @@ class StepReport:
     data_wait: float
 
 
-class BatchMismatch(RuntimeError):
+class BatchMismatch(ValueError):
     """Ranks that must compute on the same batch read different ones."""
 
 
@@ -142,12 +142,10 @@ class TrainStep:
         """
         micro = batches.microbatches
         tokens_of_row = micro[0].rows * micro[0].seq_length
-        if self._by_token:
-            scales = [loss_scale / tokens_of_row] * len(micro)
-        else:
-            scales = [loss_scale / max(1, b.valid_tokens) for b in micro]
         self.gradients.zero()
-        sums = self.runtime.train(micro, seed=seed, step=step, scales=scales, gradients=self.gradients)
+        sums = self.runtime.train(
+            micro, seed=seed, step=step, scales=self.scales(micro, loss_scale), gradients=self.gradients
+        )
         table = self._exchange(sums, batches, host)
         tokens = table[:, AT["tokens"]].sum()
         if self._by_token:
@@ -162,6 +160,12 @@ class TrainStep:
         self.optimizer.step(learning_rates, weight_decay, factor, bad > 0, update=update)
         numbers = torch.cat([table.reshape(-1), torch.stack([unscale, norm, bad.to(norm.dtype)])]).cpu()  # the one host read
         return self._report(numbers)
+
+    def scales(self, micro: Sequence[Batch], loss_scale: float) -> list[float]:
+        """The factor on each microbatch's loss sum before backward; the rest is in the unscale factor."""
+        if self._by_token:
+            return [loss_scale / (micro[0].rows * micro[0].seq_length)] * len(micro)
+        return [loss_scale / max(1, b.valid_tokens) for b in micro]
 
     def _exchange(self, sums: Any, batches: StepBatches, host: HostNumbers) -> torch.Tensor:
         """This rank's vector and everybody's: fp64 [world, len(FIELDS)]."""

@@ -1,0 +1,413 @@
+"""One rank's run: everything is built, a checkpoint loaded where one is asked for, and then step after step.
+
+The clock is read on rank 0 only, signals and the disk on whichever rank they reach, and whatever decides what happens
+next travels in the step's one exchange, so that all ranks save, evaluate and stop after the same step.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron_lite
+from megatron_lite.config import exit_codes
+from megatron_lite.config.derived import log_directory
+from megatron_lite.config.load import to_dict
+from megatron_lite.config.schema import RunConfig
+from megatron_lite.mesh.agreement import agree, code_digest
+from megatron_lite.mesh.layout import layout_for
+from megatron_lite.mesh.local import RankInfo, parent_alive
+from megatron_lite.mesh.mesh import ProcessMesh
+from megatron_lite.optim import from_config
+from megatron_lite.train import resume
+from megatron_lite.train.assemble import assemble, kv_heads
+from megatron_lite.train.datasets import Data, open_data
+from megatron_lite.train.evaluate import evaluate
+from megatron_lite.train.guard import Guard
+from megatron_lite.train.nonfinite import NonFiniteError, diagnose
+from megatron_lite.train.profile import Profiler
+from megatron_lite.train.progress import Progress
+from megatron_lite.train.provenance import write_run_json
+from megatron_lite.train.report import Reporter, first_sample_line, host_names, memory_gib, sanity_lines
+from megatron_lite.train.signals import SignalRequests
+from megatron_lite.train.step import STOP_LIMIT, STOP_SIGNAL, HostNumbers, StepReport
+
+MAX_ROLLBACKS = 3
+GC_INTERVAL = 100  # steps between collections, at the same step on all ranks
+STOPPED = {0: exit_codes.DONE, STOP_SIGNAL: exit_codes.SIGNAL, STOP_LIMIT: exit_codes.LIMIT}
+
+
+def backend_of(config: RunConfig[Any]) -> str:
+    """``--distributed-backend``, else nccl on GPUs and gloo on CPUs."""
+    return config.parallel.distributed_backend or ("nccl" if device_type(config) == "cuda" else "gloo")
+
+
+def device_type(config: RunConfig[Any]) -> str:
+    """``cuda`` or ``cpu``."""
+    wanted = config.parallel.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "--device cuda: torch sees no GPU on this machine; give --device cpu, or check the driver with "
+            "`megatron-lite doctor`"
+        )
+    return wanted if wanted != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Training:
+    """One rank's run. The constructor builds and loads, :meth:`run` trains. Collective over the job.
+
+    Args:
+        config, info, backend: what, where and over which library.
+        guard: hears of every piece of progress.
+        parent: the process that started this one.
+        environment: variables that we set, for run.json.
+        began: when the program started (``time.monotonic``).
+
+    Raises:
+        ValueError: on every rank, for whatever a person can put right: data, checkpoints, settings that differ.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig[Any],
+        info: RankInfo,
+        backend: str,
+        guard: Guard,
+        parent: int,
+        environment: dict[str, str],
+        *,
+        began: float,
+    ) -> None:
+        self.config, self.info, self.guard, self.parent = config, info, guard, parent
+        parallel, training = config.parallel, config.training
+        self.layout = layout_for(
+            info.world_size,
+            tp=parallel.tensor_model_parallel_size,
+            pp=parallel.pipeline_model_parallel_size,
+            cp=parallel.context_parallel_size,
+        )
+        if training.deterministic:
+            torch.use_deterministic_algorithms(True)
+        device = torch.device("cuda", info.local_rank) if device_type(config) == "cuda" else torch.device("cpu")
+        self.mesh = ProcessMesh.open(self.layout, backend=backend, device=device, kv_heads=kv_heads(config.model))
+        agree(self.mesh, {"configuration": to_dict(config), "code": code_digest(Path(megatron_lite.__file__).parent)})
+        now = time.strftime("%Y%m%d-%H%M%S")
+        self.log_dir = Path(self.mesh.axis("world").gather_json(log_directory(config, now))[0])
+        guard.log_dir = self.log_dir
+        self.batch = from_config.batch_schedule(training, config.data.seq_length, self.layout.dp)
+        self.last_step, self.samples = from_config.training_length(training, self.batch)
+        self.rates = from_config.rates(training, config.optimizer, self.batch)
+        self.scaler = from_config.loss_scaler(training, config.optimizer)
+        guard.beat("opening the data")
+        self.data: Data = open_data(config, self.mesh, self.batch, self.last_step, self.samples)
+        found = resume.find_together(config, self.mesh)
+        guard.beat("building the model")
+        self.assembly = assemble(config, self.mesh, initialise=found is None)
+        self.progress = Progress()
+        notices = [] if found is not None or not config.checkpoint.load else [resume.starting_fresh(config)]
+        if found is not None:
+            found = self._load(found, notices)
+        self.signals = SignalRequests(
+            training.exit_signals, training.save_signals, lambda name: guard.leave(f"{name} came again: exit at once")
+        )
+        self.reporter = Reporter(
+            config, self.mesh, self.assembly.definition, self.log_dir, self.progress.step, self.last_step
+        )
+        for line in [*self.data.summary, *notices]:
+            self.reporter.say(line)
+        self._write_provenance(environment, str(found.directory) if found is not None else None)
+        self.profiler = Profiler(config.logging, self.mesh.rank, self.log_dir)
+        self._began, self._last_save_time = began, time.monotonic()
+        self._last_saved = self.progress.step if found is not None else -1
+        # Where a rollback finds a checkpoint of this very run.
+        whole = found is not None and config.checkpoint.load_optim and not config.checkpoint.finetune
+        self._roll_back_to = Path(str(config.checkpoint.load)) if whole else None
+        self._step_seconds = 0.0
+
+    def _load(self, found: resume.Found, notices: list[str]) -> resume.Found:
+        """Load ``found``, or an older one where its bytes are damaged; returns the one that was loaded."""
+        self.guard.beat(f"loading {found.directory}")
+        facts = {"tokenizer": self.data.tokenizer_facts}
+        self.progress, self.rates, found = resume.load(
+            self.assembly, self.config, found, self.rates, self.scaler, notices.append, facts=facts
+        )
+        for first, end in self.progress.skipped_ranges:
+            self.data.train.skip(first, end)
+        return found
+
+    def _write_provenance(self, environment: dict[str, str], loaded: str | None) -> None:
+        hosts = host_names(self.mesh, self.info.host)
+        if self.mesh.rank == 0:
+            extra = {
+                "run": self.reporter.run,
+                "layout": asdict(self.layout),
+                "loaded": loaded,
+                "first_step": self.progress.step,
+            }
+            write_run_json(self.log_dir, to_dict(self.config), hosts, environment, extra)
+
+    # ---- the loop
+
+    def run(self) -> int:
+        """Train (or evaluate only) to the end; returns the exit code. Every rank calls it and gets the same."""
+        self.signals.install()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            code = self._evaluate_only() if self.config.evaluation.skip_train else self._train()
+        except NonFiniteError:
+            self.reporter.close()
+            raise
+        finally:
+            gc.enable()
+            gc.unfreeze()
+            self.signals.restore()
+        self.profiler.close()
+        self.data.close()
+        self.reporter.close()
+        self.mesh.axis("world").barrier()
+        self.guard.stop()
+        self.assembly.gradients.close()
+        self.mesh.close()
+        return code
+
+    def _evaluate_only(self) -> int:
+        if self.data.valid is None:
+            self.reporter.say("no validation data: nothing to evaluate")
+            return exit_codes.DONE
+        return STOPPED[self._evaluate(self.data.valid, "validation")]
+
+    def _train(self) -> int:
+        while self.progress.step < self.last_step and not self._data_end():
+            try:
+                code = self._one_step()
+            except ValueError as error:
+                raise _of_a_step(error) from error
+            if code is not None:
+                return code
+        if self.config.checkpoint.save is not None and self._last_saved != self.progress.step:
+            self._save(final=True)
+        if self.data.test is not None and self.config.evaluation.eval_iters > 0:
+            return STOPPED[self._evaluate(self.data.test, "test", lambda: STOP_SIGNAL if self.signals.stop else 0)]
+        return exit_codes.DONE
+
+    def _data_end(self) -> bool:
+        """Whether data that do not repeat have no further batch (after a rollback has left out some)."""
+        loader, consumed = self.data.train, self.progress.consumed_samples
+        if loader.dataset.endless or loader.sampler.after(consumed, self.batch.size(consumed)) <= len(loader.dataset):
+            return False
+        at = f"sample {consumed:,} of {len(loader.dataset):,}"
+        self.reporter.say(f"the data end at {at}: training ends after step {self.progress.step} of {self.last_step}")
+        return True
+
+    def _one_step(self) -> int | None:
+        """One step and all that may follow it; an exit code to stop with, or None."""
+        progress = self.progress
+        if self.info.world_size > 1 and not parent_alive(self.parent):
+            raise RuntimeError("the launcher that started this rank is gone")
+        self.guard.beat(f"step {progress.step + 1}")
+        self.profiler.begin(progress.step)
+        began = time.perf_counter()
+        size = self.batch.size(progress.consumed_samples)
+        batches = self.data.train.step(progress.consumed_samples, size)
+        rates = self.rates.learning_rates(progress.scheduled_samples)
+        scale = self.scaler.scale
+        report = self.assembly.step.run(
+            batches,
+            seed=self.config.training.seed,
+            step=progress.step,
+            loss_scale=scale,
+            update=progress.updates + 1,
+            learning_rates=rates,
+            weight_decay=self.rates.weight_decay.at(progress.scheduled_samples),
+            host=HostNumbers(
+                self._stop_reason(), self._save_wanted(), self._step_seconds, memory_gib(self.mesh.device)
+            ),
+        )
+        self._step_seconds = time.perf_counter() - began
+        self.profiler.end(progress.step)
+        counted = replace(progress)
+        counted.count(size, batches.next_consumed, report.skipped)
+        self.reporter.step(
+            report,
+            counted,
+            samples=size,
+            seconds=self._step_seconds,
+            learning_rate=rates[""],
+            loss_scale=scale,
+            extra=self._extra_numbers(),
+        )
+        why = self.scaler.update(not report.skipped)
+        if report.skipped and self._not_finite(report, batches, scale, why):
+            return None  # rolled back: this step does not count
+        self.progress = counted
+        if counted.step == 1:
+            for line in sanity_lines(report, self.assembly.definition.vocab_size, size, self.config.data.seq_length):
+                self.reporter.say(line)
+            self.reporter.say(first_sample_line(self.data.decode, batches.microbatches[0].tokens))
+        return self._after_step(report)
+
+    def _after_step(self, report: StepReport) -> int | None:
+        training, evaluation, options = self.config.training, self.config.evaluation, self.config.checkpoint
+        step, stop = self.progress.step, report.stop
+        every = evaluation.eval_interval
+        if not stop and self.data.valid is not None and evaluation.eval_iters > 0 and every and step % every == 0:
+            stop = self._evaluate(self.data.valid, "validation")
+        self._collect_garbage(step)
+        if step >= self.last_step:
+            return None  # finished: what follows saves
+        exit_now = training.exit_interval is not None and step % training.exit_interval == 0
+        due = options.save_interval is not None and step % options.save_interval == 0
+        if options.save is not None and (due or report.save or stop or exit_now):
+            self._save(final=False)
+        elif stop or exit_now:
+            self.reporter.say("there is no --save: nothing of this run is kept")
+        if stop == STOP_SIGNAL:
+            self.reporter.say(f"stopped after step {step} by a signal")
+            return exit_codes.SIGNAL
+        if stop or exit_now:
+            limit = "--exit-interval" if exit_now else "--exit-duration-in-mins"
+            self.reporter.say(f"stopped after step {step} by {limit}")
+            return exit_codes.LIMIT
+        return None
+
+    def _stop_reason(self) -> int:
+        if self.signals.stop:
+            return STOP_SIGNAL
+        limit = self.config.training.exit_duration_in_mins
+        over = limit is not None and self.mesh.rank == 0 and time.monotonic() - self._began > 60.0 * limit
+        return STOP_LIMIT if over else 0
+
+    def _save_wanted(self) -> bool:
+        minutes, rank = self.config.checkpoint.save_interval_minutes, self.mesh.rank
+        by_time = minutes is not None and rank == 0 and time.monotonic() - self._last_save_time > 60.0 * minutes
+        return self.signals.take_save() or by_time
+
+    def _extra_numbers(self) -> dict[str, float]:
+        """Numbers that cost a collective of their own, where asked for."""
+        logging, optimizer = self.config.logging, self.assembly.optimizer
+        wanted = {}
+        if logging.log_params_norm:
+            wanted["params_norm"] = optimizer.weight_norm_squared()
+        if logging.log_num_zeros_in_grad:
+            wanted["num_zeros_in_grad"] = optimizer.count_zeros()
+        if not wanted:
+            return {}
+        values = torch.stack(list(wanted.values()))
+        self.mesh.axis("world").all_reduce(values).wait()
+        found = dict(zip(wanted, values.tolist(), strict=True))
+        if "params_norm" in found:
+            found["params_norm"] = math.sqrt(found["params_norm"])
+        return found
+
+    def _collect_garbage(self, step: int) -> None:
+        training = self.config.training
+        interval = training.manual_gc_interval if training.manual_gc else GC_INTERVAL
+        if interval and step % interval == 0:
+            gc.collect()
+
+    def _evaluate(self, loader: Any, split: str, stop_reason: Callable[[], int] | None = None) -> int:
+        """Evaluate and report; returns why any rank wants to stop (then there is no result), or 0."""
+        began = time.perf_counter()
+        if self.config.training.manual_gc:
+            gc.collect()
+        loss, stop = evaluate(
+            self.mesh,
+            self.assembly.runtime,
+            loader,
+            batches=self.config.evaluation.eval_iters,
+            global_batch=self.batch.final,
+            beat=self.guard.beat,
+            stop=stop_reason or self._stop_reason,
+        )
+        if stop:
+            self.reporter.say(f"step {self.progress.step}: the evaluation was broken off to stop")
+        else:
+            self.reporter.evaluation(self.progress, loss, time.perf_counter() - began, split)
+        return stop
+
+    def _save(self, *, final: bool) -> None:
+        step = self.progress.step
+        self.guard.beat(f"saving step {step}")
+        began = time.perf_counter()
+        directory = resume.save(
+            self.assembly,
+            self.config,
+            self.progress,
+            self.rates,
+            self.scaler,
+            final=final,
+            extra={"tokenizer": self.data.tokenizer_facts},
+            beat=lambda: self.guard.beat(f"saving step {step}"),
+        )
+        self._last_save_time, self._last_saved = time.monotonic(), step
+        self._roll_back_to = Path(str(self.config.checkpoint.save))
+        self.reporter.say(f"step {step}: saved {directory} in {time.perf_counter() - began:.1f} s")
+
+    # ---- numbers that are not finite
+
+    def _not_finite(self, report: StepReport, batches: Any, scale: float, why: str | None) -> bool:
+        """Decide what a step without an update means. True: rolled back. Raises NonFiniteError to stop.
+
+        Args:
+            scale: loss scale of the step.
+            why: the scaler's reason to stop, if it has one.
+        """
+        step, training = self.progress.step + 1, self.config.training
+        policy = "skip" if self.scaler.kind != "none" else training.on_nan
+        if policy == "skip" and why is None:
+            numbers = f"loss {report.loss}, gradient norm {report.grad_norm}"
+            self.reporter.say(f"step {step}: not finite, the update is skipped ({numbers})")
+            return False
+        self.guard.beat(f"looking for what is not finite in step {step}")
+        micro = batches.microbatches
+        scales = self.assembly.step.scales(micro, scale)
+        where = diagnose(self.assembly, micro, seed=training.seed, step=self.progress.step, scales=scales)
+        if policy != "rollback":
+            raise NonFiniteError(where if why is None else f"{why}; {where}")
+        if self.progress.rollbacks >= MAX_ROLLBACKS:
+            raise NonFiniteError(f"{where}; {MAX_ROLLBACKS} rollbacks did not get past it")
+        self._roll_back(where, batches.next_consumed)
+        return True
+
+    def _roll_back(self, where: str, end: int) -> None:
+        """Load the newest checkpoint of this run and leave out the samples from there to ``end``."""
+        if self._roll_back_to is None:
+            raise NonFiniteError(f"{where}; this run has no checkpoint yet to roll back to")
+        failed = self.progress
+        try:
+            found = resume.newest_together(self._roll_back_to, self.mesh)
+            self.progress, self.rates, found = resume.load(
+                self.assembly, self.config, found, self.rates, self.scaler, self.reporter.say, again=True
+            )
+        except ValueError as error:
+            raise NonFiniteError(f"{where}; no rollback: {error}") from None
+        first, end = self.progress.leave_out(failed, end)
+        self.data.train.skip(first, end)
+        self._last_saved = found.step
+        self.reporter.say(
+            f"{where}; rolled back to step {found.step} ({self.progress.rollbacks} of {MAX_ROLLBACKS}), "
+            f"samples {first:,} to {end - 1:,} are skipped"
+        )
+
+
+class UserError(RuntimeError):
+    """What a person can put right, found in the middle of a run."""
+
+
+def _of_a_step(error: ValueError) -> Exception:
+    """What a ValueError in the middle of a run is: the data's fault, or a bug of the model's or ours, with its place."""
+    from megatron_lite.data.loader import SampleError
+    from megatron_lite.train.step import BatchMismatch
+
+    if isinstance(error, SampleError | BatchMismatch):
+        return UserError(str(error))
+    return RuntimeError(f"{type(error).__name__}: {error}")

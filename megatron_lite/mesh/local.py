@@ -175,6 +175,14 @@ def start(
     return store
 
 
+def leave() -> None:
+    """Close the default process group, where :func:`start` opened one."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def meet(info: RankInfo, timeout_minutes: float, env: Mapping[str, str]) -> dist.Store:
     """The store that all ranks share (torchrun's own, or one that rank 0 opens); ValueError as :func:`start`."""
     import torch.distributed as dist

@@ -1,7 +1,8 @@
 """The training program of one rank, from its configuration to its exit code.
 
 Joining the job, the guard that ends all ranks when one fails, and the code with which each way to end leaves the
-process (:mod:`megatron_lite.config.exit_codes`). The run itself is :mod:`megatron_lite.train.training`.
+process (:mod:`megatron_lite.config.exit_codes`). What is built is in :mod:`megatron_lite.train.build`, the run itself in
+:mod:`megatron_lite.train.training`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_lite.checkpoint.save import SaveError
 from megatron_lite.config import exit_codes
 from megatron_lite.config.schema import RunConfig
-from megatron_lite.mesh.local import RankInfo, start
+from megatron_lite.mesh.local import RankInfo, leave, start
+from megatron_lite.train.build import backend_of, build
 from megatron_lite.train.guard import Guard, Store
 from megatron_lite.train.nonfinite import NonFiniteError
-from megatron_lite.train.training import Training, UserError, backend_of
+from megatron_lite.train.training import Training, UserError
 
 __all__ = ["backend_of", "train"]
 
@@ -55,8 +55,8 @@ def train(
         watch(store)
     guard = guards[0]
     try:
-        training = Training(config, info, backend, guard, parent, dict(environment or {}), began=began)
-        code = training.run()
+        built = build(config, info, backend, guard, dict(environment or {}))
+        code = Training(config, info, built, guard, parent, began=began).run()
     except BaseException as error:  # whatever it is, the other ranks must hear of it
         code = guard.fail(error, code_of(error))
         sys.stdout.flush()
@@ -65,8 +65,8 @@ def train(
             os._exit(code)  # communicators whose peers are gone may wait for them when they are torn down
         return code
     guard.stop()
-    if store is not None and dist.is_initialized():
-        dist.destroy_process_group()
+    if store is not None:
+        leave()
     return code
 
 

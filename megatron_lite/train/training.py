@@ -1,4 +1,4 @@
-"""One rank's run: everything is built, a checkpoint loaded where one is asked for, and then step after step.
+"""One rank's run, step after step.
 
 The clock is read on rank 0 only, signals and the disk on whichever rank they reach, and whatever decides what happens
 next travels in the step's one exchange, so that all ranks save, evaluate and stop after the same step.
@@ -10,148 +10,60 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import megatron_lite
 from megatron_lite.config import exit_codes
-from megatron_lite.config.derived import log_directory
-from megatron_lite.config.load import to_dict
 from megatron_lite.config.schema import RunConfig
-from megatron_lite.mesh.agreement import agree, code_digest
-from megatron_lite.mesh.layout import layout_for
+from megatron_lite.data.loader import SampleError
 from megatron_lite.mesh.local import RankInfo, parent_alive
-from megatron_lite.mesh.mesh import ProcessMesh
-from megatron_lite.optim import from_config
 from megatron_lite.train import resume
-from megatron_lite.train.assemble import assemble, kv_heads
-from megatron_lite.train.datasets import Data, open_data
+from megatron_lite.train.build import Built
 from megatron_lite.train.evaluate import evaluate
 from megatron_lite.train.guard import Guard
 from megatron_lite.train.nonfinite import NonFiniteError, diagnose
 from megatron_lite.train.profile import Profiler
-from megatron_lite.train.progress import Progress
-from megatron_lite.train.provenance import write_run_json
-from megatron_lite.train.report import Reporter, first_sample_line, host_names, memory_gib, sanity_lines
+from megatron_lite.train.report import first_sample_line, memory_gib, sanity_lines
 from megatron_lite.train.signals import SignalRequests
-from megatron_lite.train.step import STOP_LIMIT, STOP_SIGNAL, HostNumbers, StepReport
+from megatron_lite.train.step import STOP_LIMIT, STOP_SIGNAL, BatchMismatch, HostNumbers, StepReport
 
 MAX_ROLLBACKS = 3
 GC_INTERVAL = 100  # steps between collections, at the same step on all ranks
 STOPPED = {0: exit_codes.DONE, STOP_SIGNAL: exit_codes.SIGNAL, STOP_LIMIT: exit_codes.LIMIT}
 
 
-def backend_of(config: RunConfig[Any]) -> str:
-    """``--distributed-backend``, else nccl on GPUs and gloo on CPUs."""
-    return config.parallel.distributed_backend or ("nccl" if device_type(config) == "cuda" else "gloo")
-
-
-def device_type(config: RunConfig[Any]) -> str:
-    """``cuda`` or ``cpu``."""
-    wanted = config.parallel.device
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "--device cuda: torch sees no GPU on this machine; give --device cpu, or check the driver with "
-            "`megatron-lite doctor`"
-        )
-    return wanted if wanted != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-
-
 class Training:
-    """One rank's run. The constructor builds and loads, :meth:`run` trains. Collective over the job.
+    """One rank's run; :meth:`run` trains. Collective over the job.
 
     Args:
-        config, info, backend: what, where and over which library.
+        config, info: what, and which rank this is.
+        built: the objects of the run.
         guard: hears of every piece of progress.
         parent: the process that started this one.
-        environment: variables that we set, for run.json.
         began: when the program started (``time.monotonic``).
-
-    Raises:
-        ValueError: on every rank, for whatever a person can put right: data, checkpoints, settings that differ.
     """
 
     def __init__(
-        self,
-        config: RunConfig[Any],
-        info: RankInfo,
-        backend: str,
-        guard: Guard,
-        parent: int,
-        environment: dict[str, str],
-        *,
-        began: float,
+        self, config: RunConfig[Any], info: RankInfo, built: Built, guard: Guard, parent: int, *, began: float
     ) -> None:
         self.config, self.info, self.guard, self.parent = config, info, guard, parent
-        parallel, training = config.parallel, config.training
-        self.layout = layout_for(
-            info.world_size,
-            tp=parallel.tensor_model_parallel_size,
-            pp=parallel.pipeline_model_parallel_size,
-            cp=parallel.context_parallel_size,
-        )
-        if training.deterministic:
-            torch.use_deterministic_algorithms(True)
-        device = torch.device("cuda", info.local_rank) if device_type(config) == "cuda" else torch.device("cpu")
-        self.mesh = ProcessMesh.open(self.layout, backend=backend, device=device, kv_heads=kv_heads(config.model))
-        agree(self.mesh, {"configuration": to_dict(config), "code": code_digest(Path(megatron_lite.__file__).parent)})
-        now = time.strftime("%Y%m%d-%H%M%S")
-        self.log_dir = Path(self.mesh.axis("world").gather_json(log_directory(config, now))[0])
-        guard.log_dir = self.log_dir
-        self.batch = from_config.batch_schedule(training, config.data.seq_length, self.layout.dp)
-        self.last_step, self.samples = from_config.training_length(training, self.batch)
-        self.rates = from_config.rates(training, config.optimizer, self.batch)
-        self.scaler = from_config.loss_scaler(training, config.optimizer)
-        guard.beat("opening the data")
-        self.data: Data = open_data(config, self.mesh, self.batch, self.last_step, self.samples)
-        found = resume.find_together(config, self.mesh)
-        guard.beat("building the model")
-        self.assembly = assemble(config, self.mesh, initialise=found is None)
-        self.progress = Progress()
-        notices = [] if found is not None or not config.checkpoint.load else [resume.starting_fresh(config)]
-        if found is not None:
-            found = self._load(found, notices)
+        self.mesh, self.data, self.assembly, self.reporter = built.mesh, built.data, built.assembly, built.reporter
+        self.batch, self.last_step, self.rates, self.scaler = built.batch, built.last_step, built.rates, built.scaler
+        self.progress = built.progress
+        training, found = config.training, built.loaded
         self.signals = SignalRequests(
             training.exit_signals, training.save_signals, lambda name: guard.leave(f"{name} came again: exit at once")
         )
-        self.reporter = Reporter(
-            config, self.mesh, self.assembly.definition, self.log_dir, self.progress.step, self.last_step
-        )
-        for line in [*self.data.summary, *notices]:
-            self.reporter.say(line)
-        self._write_provenance(environment, str(found.directory) if found is not None else None)
-        self.profiler = Profiler(config.logging, self.mesh.rank, self.log_dir)
+        self.profiler = Profiler(config.logging, self.mesh.rank, built.log_dir)
         self._began, self._last_save_time = began, time.monotonic()
         self._last_saved = self.progress.step if found is not None else -1
         # Where a rollback finds a checkpoint of this very run.
         whole = found is not None and config.checkpoint.load_optim and not config.checkpoint.finetune
-        self._roll_back_to = Path(str(config.checkpoint.load)) if whole else None
+        self._roll_back_to = found.directory.parent if whole and found is not None else None
         self._step_seconds = 0.0
-
-    def _load(self, found: resume.Found, notices: list[str]) -> resume.Found:
-        """Load ``found``, or an older one where its bytes are damaged; returns the one that was loaded."""
-        self.guard.beat(f"loading {found.directory}")
-        facts = {"tokenizer": self.data.tokenizer_facts}
-        self.progress, self.rates, found = resume.load(
-            self.assembly, self.config, found, self.rates, self.scaler, notices.append, facts=facts
-        )
-        for first, end in self.progress.skipped_ranges:
-            self.data.train.skip(first, end)
-        return found
-
-    def _write_provenance(self, environment: dict[str, str], loaded: str | None) -> None:
-        hosts = host_names(self.mesh, self.info.host)
-        if self.mesh.rank == 0:
-            extra = {
-                "run": self.reporter.run,
-                "layout": asdict(self.layout),
-                "loaded": loaded,
-                "first_step": self.progress.step,
-            }
-            write_run_json(self.log_dir, to_dict(self.config), hosts, environment, extra)
 
     # ---- the loop
 
@@ -405,9 +317,6 @@ class UserError(RuntimeError):
 
 def _of_a_step(error: ValueError) -> Exception:
     """What a ValueError in the middle of a run is: the data's fault, or a bug of the model's or ours, with its place."""
-    from megatron_lite.data.loader import SampleError
-    from megatron_lite.train.step import BatchMismatch
-
     if isinstance(error, SampleError | BatchMismatch):
         return UserError(str(error))
     return RuntimeError(f"{type(error).__name__}: {error}")

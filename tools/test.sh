@@ -10,7 +10,7 @@ has_everything() {
     "$1" - <<'PY' 2>/dev/null
 import importlib.util, sys
 needed = ("torch", "numpy", "pytest", "pytest_timeout", "hypothesis", "tyro", "tokenizers", "tiktoken", "sentencepiece",
-          "transformers", "safetensors", "tensorboard", "matplotlib", "tqdm", "regex", "yaml", "mypy", "pybind11")
+          "transformers", "safetensors", "tensorboard", "matplotlib", "tqdm", "regex", "yaml", "mypy", "ruff")
 sys.exit(any(importlib.util.find_spec(n) is None for n in needed)
          or tuple(map(int, __import__("torch").__version__.split("+")[0].split(".")[:2])) < (2, 11))
 PY

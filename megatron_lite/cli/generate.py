@@ -1,7 +1,10 @@
 """``megatron-lite generate``: text from a checkpoint, at any tp x pp.
 
 The model, its tokenizer and its size come from the checkpoint; the layout and the dtype are chosen here. Started by
-``torchrun`` it uses tp x pp ranks, plainly one.
+``torchrun`` it uses tp x pp ranks, plainly one. A single prompt's text is printed as it comes, several ones in their order.
+
+Whatever is wrong is found on every rank alike before the ranks meet, and printed by rank 0; after that, one rank's failure
+ends all of them.
 """
 
 from __future__ import annotations
@@ -10,14 +13,21 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.config.exit_codes import CONFIGURATION, DONE
+from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR
 
 if TYPE_CHECKING:
+    from megatron_lite.checkpoint.load import Reader
     from megatron_lite.config.schema import RunConfig
+    from megatron_lite.data.tokenizer import Tokenizer
+    from megatron_lite.mesh.local import RankInfo
+    from megatron_lite.train.guard import Guard, Store
+    from megatron_lite.train.inference import Sampling
+
+TOKENIZER_FLAGS = ("--tokenizer-model", "--vocab-file", "--merge-file")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,9 +35,12 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("megatron-lite generate", description="Text from a checkpoint.")
     p.add_argument("--load", required=True, type=Path, metavar="DIR", help="directory of checkpoints (--save of the run)")
     p.add_argument("--ckpt-step", type=int, default=None, help="step to load (default: the newest complete one)")
+    files = "of the tokenizer, where it no longer lies where the run found it"
+    for flag in TOKENIZER_FLAGS:
+        p.add_argument(flag, metavar="FILE", help=files)
     what = p.add_argument_group("what to continue")
-    what.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given several times")
-    what.add_argument("--prompts-file", type=Path, metavar="FILE", help="one prompt per line")
+    what.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; give it several times for several")
+    what.add_argument("--prompts-file", type=Path, metavar="FILE", help="one prompt per line; empty lines are left out")
     what.add_argument("--max-new-tokens", type=int, default=64)
     how = p.add_argument_group("how tokens are chosen")
     how.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
@@ -44,88 +57,184 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What every rank knows before it meets the others.
+
+    Attributes:
+        ids: tokens of each prompt.
+    """
+
+    reader: Reader
+    config: RunConfig[Any]
+    tokenizer: Tokenizer
+    sampling: Sampling
+    prompts: list[str]
+    ids: list[list[int]]
+    max_new_tokens: int
+    use_cache: bool
+
+
 def run(argv: Sequence[str]) -> int:
     """The subcommand."""
     args = parser().parse_args(argv)
-    from megatron_lite.mesh.local import rank_info
-    from megatron_lite.train.inference import Sampling
+    from megatron_lite.mesh.local import die_with_parent, rank_info
+    from megatron_lite.train.guard import fail_early
 
     info = rank_info(os.environ)
+    if info.world_size > 1:
+        die_with_parent()
+    try:
+        job = prepare(args, info)
+    except Exception as error:
+        return fail_early(info, error, os.environ)
+    return together(info, job.config, lambda guard: write(info, job, guard))
+
+
+def prepare(args: argparse.Namespace, info: RankInfo) -> Job:
+    """Read everything and check it.
+
+    Raises:
+        ValueError: with every problem of the options, else with the first of the checkpoint, tokenizer or prompts.
+    """
+    from megatron_lite.data.tokenizer import tokenizer_of
+    from megatron_lite.train.inference import Sampling, prompt_problems
+    from megatron_lite.train.load_model import inference_config, open_checkpoint
+
     sampling = Sampling(0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed)
-    prompts = list(args.prompt)
-    if args.prompts_file is not None:
-        prompts += [line for line in args.prompts_file.read_text(encoding="utf-8").split("\n") if line]
+    prompts, tp, pp = read_prompts(args), args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     problems = sampling.problems()
-    if not prompts:
+    if not args.prompt and args.prompts_file is None:
         problems.append("no prompt: give --prompt or --prompts-file")
+    elif not prompts:
+        problems.append(f"--prompts-file {args.prompts_file} holds no prompt")
+    problems += [f"prompt {n} is empty: give at least one character" for n, p in enumerate(prompts, 1) if not p]
     if args.max_new_tokens < 1:
         problems.append(f"--max-new-tokens {args.max_new_tokens}: at least 1")
-    ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    if ranks != info.world_size:
-        sizes = f"tp {args.tensor_model_parallel_size} x pp {args.pipeline_model_parallel_size}"
-        problems.append(f"{sizes} = {ranks} ranks, but {info.world_size} were started")
+    if min(tp, pp) < 1:
+        problems.append(f"tensor-model-parallel-size {tp}, pipeline-model-parallel-size {pp}: at least 1")
+    elif tp * pp != info.world_size:
+        start = f"torchrun --nproc-per-node {tp * pp} -m megatron_lite generate ..." if tp * pp > 1 else "without torchrun"
+        problems.append(f"tp {tp} x pp {pp} = {tp * pp} ranks, but {info.world_size} were started: start {start}")
     if problems:
-        if info.rank == 0:
-            print("megatron-lite generate: " + "; ".join(problems), file=sys.stderr)
-        return CONFIGURATION
-    return _generate(args, info, sampling, prompts)
-
-
-def inference_config(saved: dict[str, Any], *, tp: int = 1, pp: int = 1, dtype: str = "fp32", device: str = "auto") -> RunConfig[Any]:
-    """The configuration of a checkpoint's model for inference in another layout and dtype."""
-    from megatron_lite.cli.train import resolve_model
-    from megatron_lite.config.load import from_dict
-
-    config = from_dict(saved, resolve_model, "the checkpoint's configuration")
-    parallel = dataclasses.replace(
-        config.parallel,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=1,
-        sequence_parallel=False,  # generation runs on rows of any length
-        device=device,  # type: ignore[arg-type]
+        raise ValueError("; ".join(problems))
+    reader = open_checkpoint(args.load, args.ckpt_step)
+    config = inference_config(reader.state["config"], tp=tp, pp=pp, dtype=args.dtype, device=args.device)
+    given = {name: getattr(args, name) for name in (flag[2:].replace("-", "_") for flag in TOKENIZER_FLAGS)}
+    config = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, **{name: value for name, value in given.items() if value is not None})
     )
-    flags: dict[str, Any] = {name: name == dtype for name in ("bf16", "fp16", "fp64")}
-    training = dataclasses.replace(config.training, recompute_granularity=None, **flags)
-    return dataclasses.replace(config, parallel=parallel, training=training)
+    tokenizer = tokenizer_of(config.data, config.model.vocab_size)
+    before = (reader.state.get("tokenizer") or {}).get("fingerprint")
+    if before not in (None, tokenizer.fingerprint) and info.rank == 0:
+        print("NOTE: the tokenizer is not that of the checkpoint: its ids mean something else", file=sys.stderr)
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    problems = prompt_problems(ids, args.max_new_tokens, getattr(config.model, "max_position_embeddings", None))
+    if problems:
+        raise ValueError("; ".join(problems))
+    return Job(reader, config, tokenizer, sampling, prompts, ids, args.max_new_tokens, not args.no_cache)
 
 
-def continuation(tokenizer: Any, before: list[int], after: list[int]) -> str:
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """Prompts of the command line, then those of the file. Raises ValueError for a file that cannot be read."""
+    prompts = list(args.prompt)
+    if args.prompts_file is not None:
+        try:
+            text = args.prompts_file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--prompts-file {args.prompts_file}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--prompts-file {args.prompts_file} is not UTF-8: {error}") from None
+        prompts += [line for line in text.split("\n") if line]
+    return prompts
+
+
+def together(info: RankInfo, config: RunConfig[Any], work: Callable[[Guard], None]) -> int:
+    """Join the other ranks and do ``work``; the exit code. A failure on any rank ends all of them, with its error."""
+    from megatron_lite.mesh.local import leave, start
+    from megatron_lite.train.build import backend_of
+    from megatron_lite.train.guard import Guard
+
+    minutes = config.parallel.distributed_timeout_minutes
+    guards: list[Guard] = []
+
+    def watch(store: Store | None) -> None:
+        guards.append(Guard(info, store, 60.0 * minutes))
+        guards[0].start()
+
+    store = start(info, backend_of(config), 2.0 * minutes, os.environ, met=watch)
+    if store is None:
+        watch(None)
+    guard = guards[0]
+    try:
+        work(guard)
+    except BaseException as error:  # whatever it is, the other ranks must hear of it
+        if info.world_size == 1:
+            guard.stop()
+            raise
+        sys.stdout.flush()
+        os._exit(guard.fail(error, CONFIGURATION if isinstance(error, ValueError) else ERROR))
+    guard.stop()
+    leave()
+    return DONE
+
+
+def write(info: RankInfo, job: Job, guard: Guard) -> None:
+    """Load the model, generate, and print on rank 0. Collective."""
+    from megatron_lite.train.inference import Generator
+    from megatron_lite.train.load_model import load_model
+
+    guard.beat("loading the model")
+    mesh, runtime = load_model(job.config, info, job.reader)
+    generator = Generator(runtime, mesh, getattr(job.config.model, "max_position_embeddings", None))
+    stream = Stream(job.tokenizer, job.prompts[0], job.ids[0]) if info.rank == 0 and len(job.ids) == 1 else None
+
+    def chosen(prompt: int, token: int) -> None:
+        guard.beat("generating")
+        if stream is not None:
+            stream.add(token)
+
+    new = generator.generate(
+        job.ids,
+        job.max_new_tokens,
+        job.sampling,
+        stop_id=job.tokenizer.eod_id,
+        use_cache=job.use_cache,
+        on_token=chosen,
+    )
+    if stream is not None:
+        stream.end()
+    elif info.rank == 0:
+        for prompt, before, after in zip(job.prompts, job.ids, new, strict=True):
+            print(prompt + continuation(job.tokenizer, before, after), flush=True)
+    mesh.close()
+
+
+def continuation(tokenizer: Tokenizer, before: Sequence[int], after: Sequence[int]) -> str:
     """The text of new tokens behind a prompt's: a token may begin with a space that it loses where nothing precedes it."""
     start, whole = tokenizer.decode(before), tokenizer.decode([*before, *after])
     return whole[len(start) :] if whole.startswith(start) else tokenizer.decode(after)
 
 
-def _generate(args: argparse.Namespace, info: Any, sampling: Any, prompts: list[str]) -> int:
-    from megatron_lite.checkpoint.load import Reader
-    from megatron_lite.checkpoint.manifest import find_checkpoint
-    from megatron_lite.data.tokenizer import tokenizer_of
-    from megatron_lite.mesh.local import start
-    from megatron_lite.train.inference import Generator
-    from megatron_lite.train.load_model import load_model
-    from megatron_lite.train.loop import backend_of
+class Stream:
+    """Prints a text as its tokens come; characters of several tokens when they are whole."""
 
-    found = find_checkpoint(args.load, args.ckpt_step)
-    if found is None:
-        raise ValueError(f"--load {args.load}: there is no checkpoint in it")
-    reader = Reader(found.directory)
-    config = inference_config(
-        reader.state["config"],
-        tp=args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        dtype=args.dtype,
-        device=args.device,
-    )
-    tokenizer = tokenizer_of(config.data, config.model.vocab_size)
-    start(info, backend_of(config), config.parallel.distributed_timeout_minutes, os.environ)
-    mesh, runtime = load_model(config, info, reader)
-    generator = Generator(runtime, mesh, getattr(config.model, "max_position_embeddings", None))
-    ids = [tokenizer.encode(prompt) or [tokenizer.eod_id] for prompt in prompts]
-    texts = generator.generate(
-        ids, args.max_new_tokens, sampling, stop_id=tokenizer.eod_id, use_cache=not args.no_cache
-    )
-    if info.rank == 0:
-        for prompt, before, after in zip(prompts, ids, texts, strict=True):
-            print(prompt + continuation(tokenizer, before, after), flush=True)
-    mesh.close()
-    return DONE
+    def __init__(self, tokenizer: Tokenizer, prompt: str, before: Sequence[int]) -> None:
+        self._tokenizer, self._before = tokenizer, before
+        self._after: list[int] = []
+        self._printed = ""
+        print(prompt, end="", flush=True)
+
+    def add(self, token: int) -> None:
+        """One more token."""
+        self._after.append(token)
+        text = continuation(self._tokenizer, self._before, self._after)
+        whole = text.rstrip("\ufffd")  # bytes that may yet become a character
+        if whole.startswith(self._printed):
+            print(whole[len(self._printed) :], end="", flush=True)
+            self._printed = whole
+
+    def end(self) -> None:
+        """What was held back, and the end of the line."""
+        text = continuation(self._tokenizer, self._before, self._after)
+        print(text[len(os.path.commonprefix([text, self._printed])) :], flush=True)

@@ -23,6 +23,11 @@ class KVCache:
         self.length = 0
         self._store: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @property
+    def blocks(self) -> int:
+        """How many blocks have put their keys and values into it."""
+        return len(self._store)
+
     def append(self, block: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add new tokens of one block and return all of them so far.
 

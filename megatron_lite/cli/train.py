@@ -82,7 +82,8 @@ def saved_config(config: RunConfig[Any]) -> dict[str, Any] | None:
         found = find_checkpoint(load_from, config.checkpoint.ckpt_step)
     except ValueError as error:
         raise ConfigError([Problem(f"--use-checkpoint-args: {error}")]) from error
-    if found is None and config.checkpoint.load == config.checkpoint.save:
+    save = config.checkpoint.save
+    if found is None and save is not None and load_from.resolve() == Path(save).resolve():
         return None
     if found is None:
         raise ConfigError([Problem(f"--use-checkpoint-args: {load_from} holds no checkpoint")])

@@ -205,8 +205,8 @@ def check_files(config: RunConfig[Any]) -> list[Problem]:
                 what = f"--{flag.replace('_', '-')} {prefix}: {' and '.join(prefix + s for s in missing)} not found"
                 rule = "a prefix names PREFIX.bin and PREFIX.idx; preprocess_data.py writes PREFIX_text_document"
                 found.append(Problem(what, rule=rule))
-    load = config.checkpoint.load
-    if load and load != config.checkpoint.save and not Path(load).is_dir():
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if load and not Path(load).is_dir() and not (save and Path(load).resolve() == Path(save).resolve()):
         rule = "only a --load that is the same as --save may be missing"
         found.append(Problem(f"--load {load}: no such directory", rule=rule))
     return found

@@ -198,6 +198,17 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def _without_effect(tree: Mapping[str, Any]) -> set[str]:
+    """Names, as :func:`_leaves` has them, of numbers that change no value of the schedule that they stand in."""
+    found = set()
+    for tag, values in tree["lr"].items():
+        unused = [] if values["style"] == "WSD" else ["wsd_decay_samples", "wsd_style"]
+        unused += ["decay_samples", "min_lr"] if values["style"] == "constant" else []
+        unused += [] if values["warmup_samples"] else ["init_lr"]
+        found |= {f"lr.{tag}.{name}" if tag else f"lr.{name}" for name in unused}
+    return found | ({"weight_decay.total_samples"} if tree["weight_decay"]["style"] == "constant" else set())
+
+
 def on_resume(
     stored: Mapping[str, Any], asked: Rates, *, override: bool = False, use_checkpoint: bool = False
 ) -> Rates:
@@ -210,7 +221,7 @@ def on_resume(
         use_checkpoint: ``--use-checkpoint-opt-param-scheduler``: the checkpoint wins, whole.
 
     Never a mixture of the two. Raises ValueError, with both values of everything that differs, where they differ and
-    neither flag was given.
+    neither flag was given. What changes no value (the end of a decay that a constant rate does not have) may differ.
     """
     if override and use_checkpoint:
         raise ValueError(
@@ -222,10 +233,11 @@ def on_resume(
     if use_checkpoint:
         return Rates.from_dict(stored)
     before, now = _leaves(stored), _leaves(asked.as_dict())
+    unused = _without_effect(stored) & _without_effect(asked.as_dict())
     differs = [
         f"{name}: {before.get(name, 'absent')} in the checkpoint, {now.get(name, 'absent')} asked for"
         for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name)
+        if before.get(name) != now.get(name) and name not in unused
     ]
     if differs:
         raise ValueError(

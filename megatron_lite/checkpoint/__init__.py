@@ -1,1 +1,1 @@
-"""Checkpoints described in full-tensor coordinates: saved in one layout, loaded in any other. Nothing stored can execute."""
+"""Checkpoints in full-tensor coordinates: saved in one layout, loaded in any other. Nothing stored can execute."""

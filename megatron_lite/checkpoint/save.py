@@ -1,9 +1,9 @@
 """Writing a checkpoint so that it is there whole or not at all.
 
 Every rank writes one file of its own pieces and a fragment that describes it into a directory with a temporary name.
-When all ranks have said that theirs is on the disk, one rank writes the manifest, renames the directory and writes the
-marker. A failure on any rank is told to all, so that all end with that rank's error instead of waiting for it.
-Retention runs after the marker and never removes the newest complete checkpoint, nor the final one.
+When all ranks have said that theirs is on the disk, one rank looks at all of them, writes the manifest, renames the
+directory and writes the marker. A failure on any rank is told to all, so that all end with that rank's error instead of
+waiting for it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import json
 import os
 import shutil
 import struct
+import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,33 +25,27 @@ from megatron_lite.checkpoint.manifest import (
     BLOCK,
     FORMAT_VERSION,
     MARKER,
+    REPLACED,
+    TEMPORARY,
     Fragment,
     StoredPiece,
+    coverage_problem,
     incomplete_reason,
-    list_steps,
+    marker_text,
+    remove_directory,
     step_directory,
     sync_directory,
     write_durably,
 )
+from megatron_lite.checkpoint.retention import prune
+from megatron_lite.checkpoint.together import SaveError, everyone
 from megatron_lite.mesh.collectives import Axis
-from megatron_lite.tensor.spec import Rectangle
+from megatron_lite.optim.shares import Share
+
+__all__ = ["SaveError", "everyone", "prune", "save_checkpoint", "write_fragment"]
 
 SAFETENSORS_DTYPE = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
-class SaveError(RuntimeError):
-    """A checkpoint could not be written; the previous one is untouched."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One rectangle of one full tensor, to be stored: ``tensor`` holds rectangle.numel elements in row-major order."""
-
-    kind: str
-    name: str
-    full_shape: tuple[int, ...]
-    rectangle: Rectangle
-    tensor: torch.Tensor
+_WRITTEN_AT_ONCE = 64 << 20  # bytes of a tensor between two calls of ``progress``
 
 
 class _BlockSums:
@@ -75,75 +70,98 @@ class _BlockSums:
         self._crc, self._filled = 0, 0
 
 
-def write_fragment(directory: Path, rank: int, pieces: Sequence[Piece], progress: Callable[[], None] | None = None) -> Fragment:
-    """Write ``rankNNNNN.safetensors`` and ``rankNNNNN.json`` durably; one tensor at a time passes through host memory.
+@dataclass(frozen=True)
+class FilePlan:
+    """Where everything lies in a rank's file: ``head`` (length and JSON, as safetensors has it), then the pieces."""
 
-    ``progress`` is called after each tensor (a test slows a save down by it).
-    """
-    file = f"rank{rank:05d}.safetensors"
+    head: bytes
+    pieces: tuple[StoredPiece, ...]
+    size: int
+
+
+def plan_file(shares: Sequence[Share]) -> FilePlan:
+    """Lay out a rank's file: pure arithmetic, no tensor is read."""
     header: dict[str, Any] = {}
     position = 0
-    for number, piece in enumerate(pieces):
-        nbytes = piece.tensor.numel() * piece.tensor.element_size()
-        assert piece.tensor.numel() == piece.rectangle.numel, piece.name
-        header[f"{piece.kind}/{piece.name}/{number}"] = {
-            "dtype": SAFETENSORS_DTYPE[piece.tensor.dtype],
-            "shape": list(piece.rectangle.size),
-            "data_offsets": [position, position + nbytes],
+    for number, share in enumerate(shares):
+        assert share.tensor.numel() == share.rectangle.numel, (share.name, share.tensor.shape, share.rectangle)
+        end = position + share.tensor.numel() * share.tensor.element_size()
+        header[f"{share.kind}/{share.name}/{number}"] = {
+            "dtype": SAFETENSORS_DTYPE[share.tensor.dtype],
+            "shape": list(share.rectangle.size),
+            "data_offsets": [position, end],
         }
-        position += nbytes
+        position = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    start = 8 + len(encoded)
-    sums, stored, offset = _BlockSums(), [], start
-    with open(directory / file, "wb") as f:
+    head = struct.pack("<Q", len(encoded)) + encoded
+    pieces = []
+    for share, entry in zip(shares, header.values(), strict=True):
+        begin, end = entry["data_offsets"]
+        where = (share.rectangle, len(head) + begin, end - begin)
+        pieces.append(StoredPiece(share.kind, share.name, tuple(share.full_shape), entry["dtype"], *where))
+    return FilePlan(head, tuple(pieces), len(head) + position)
 
-        def put(data: bytes | memoryview) -> None:
-            view = memoryview(data).cast("B")
-            f.write(view)
-            sums.add(view)
 
-        put(struct.pack("<Q", len(encoded)) + encoded)
-        for piece in pieces:
-            host = piece.tensor.detach().contiguous().cpu().reshape(-1)
-            nbytes = host.numel() * host.element_size()
-            if nbytes:
-                put(memoryview(host.view(torch.uint8).numpy()))
-            dtype = SAFETENSORS_DTYPE[piece.tensor.dtype]
-            stored.append(StoredPiece(piece.kind, piece.name, piece.full_shape, dtype, piece.rectangle, offset, nbytes))
-            offset += nbytes
-            if progress is not None:
-                progress()
+def write_fragment(
+    directory: Path, rank: int, shares: Sequence[Share], progress: Callable[[], None] | None = None
+) -> dict[str, dict[str, int]]:
+    """Write ``rankNNNNN.safetensors`` and ``rankNNNNN.json`` durably; one tensor at a time passes through host memory.
+
+    ``progress`` is called every now and then, at least after each tensor (a sign of life for who watches).
+
+    Returns size and checksum of the files by name, as the manifest lists them.
+    """
+    plan, name = plan_file(shares), f"rank{rank:05d}"
+    sums = _BlockSums()
+    with open(directory / f"{name}.safetensors", "wb") as f:
+
+        def put(data: memoryview) -> None:
+            f.write(data)
+            sums.add(data)
+
+        put(memoryview(plan.head))
+        for share in shares:
+            host = share.tensor.detach().contiguous().cpu().reshape(-1)
+            data = host.view(torch.uint8).numpy().data if host.numel() else memoryview(b"")
+            for at in range(0, max(1, len(data)), _WRITTEN_AT_ONCE):
+                put(data[at : at + _WRITTEN_AT_ONCE])
+                if progress is not None:
+                    progress()
         f.flush()
         os.fsync(f.fileno())
     sums.close()
-    fragment = Fragment(file, offset, tuple(sums.sums), tuple(stored))
-    write_durably(directory / f"rank{rank:05d}.json", fragment.to_json())
-    return fragment
+    fragment = Fragment(f"{name}.safetensors", plan.size, tuple(sums.sums), plan.pieces).to_json()
+    write_durably(directory / f"{name}.json", fragment)
+    return {
+        f"{name}.safetensors": {"size": plan.size},
+        f"{name}.json": {"size": len(fragment), "checksum": zlib.crc32(fragment)},
+    }
 
 
 def save_checkpoint(
     root: Path,
     step: int,
-    pieces: Sequence[Piece],
+    shares: Sequence[Share],
     state: dict[str, Any],
     world: Axis,
     *,
     progress: Callable[[], None] | None = None,
 ) -> Path:
-    """Save one checkpoint; every rank calls it with its own pieces.
+    """Save one checkpoint; every rank calls it with its own shares.
 
     Args:
         root: the run's checkpoint directory, on a file system that all ranks see.
         step: number of finished steps.
-        pieces: this rank's rectangles; together with the other ranks' they must cover every tensor once.
-        state: counters, configuration and everything else, JSON; taken from rank 0.
+        shares: this rank's rectangles; together with the other ranks' they cover every tensor once.
+        state: counters, configuration (``config``), ``layout`` and everything else, JSON; taken from rank 0.
         world: the axis of all ranks.
+        progress: see :func:`write_fragment`.
 
     Returns the step's directory. Raises SaveError on every rank when any rank failed, with that rank and its error.
     """
     final = step_directory(root, step)
-    temporary = final.with_name(final.name + ".tmp")
+    temporary = final.with_name(final.name + TEMPORARY)
 
     def prepare() -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -151,74 +169,57 @@ def save_checkpoint(
             shutil.rmtree(temporary)  # left by a save that died
         temporary.mkdir()
 
-    def write() -> dict[str, int]:
+    def write() -> dict[str, dict[str, int]]:
         if not temporary.is_dir():
             raise FileNotFoundError(
-                f"{temporary} made by rank 0 is not seen here: --save must be on a file system that every node shares"
+                f"{temporary}, made by rank 0, is not seen here: --save must be on a file system that every node shares"
             )
-        write_fragment(temporary, world.index, pieces, progress)
-        names = (f"rank{world.index:05d}.safetensors", f"rank{world.index:05d}.json")
-        return {name: (temporary / name).stat().st_size for name in names}
+        return write_fragment(temporary, world.index, shares, progress)
 
-    def publish(files: dict[str, int]) -> None:
-        listed = {name: {"size": size} for name, size in sorted(files.items())}
-        for name in listed:
-            if name.endswith(".json"):
-                listed[name]["checksum"] = zlib.crc32((temporary / name).read_bytes())
-        manifest = {"format_version": FORMAT_VERSION, "step": step, "state": state, "files": listed}
-        data = json.dumps(manifest, indent=1).encode()
-        write_durably(temporary / "manifest.json", data)
-        replaced = final.with_name(final.name + ".replaced")
-        if final.exists():
-            os.replace(final, replaced)
-        os.replace(temporary, final)
-        sync_directory(root)
-        write_durably(final / MARKER, f"{zlib.crc32(data):08x}\n".encode())
-        if replaced.exists():
-            shutil.rmtree(replaced)
-
-    everyone(world, prepare, only=0)
-    sizes = everyone(world, write)
-    everyone(world, lambda: publish({name: size for part in sizes for name, size in part.items()}), only=0)
+    try:
+        everyone(world, prepare, only=0)
+        files = everyone(world, write)
+        listed = {name: entry for rank in files for name, entry in rank.items()}
+        everyone(world, lambda: publish(temporary, final, listed, step, state), only=0)
+    except SaveError as error:
+        if world.index == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # a full disk stays full otherwise
+        raise SaveError(
+            f"the checkpoint of step {step} could not be written; earlier ones are untouched. {error}"
+        ) from None
     return final
 
 
-def everyone(world: Axis, work: Callable[[], Any], only: int | None = None) -> list[Any]:
-    """Do ``work`` on every rank (or one), tell all ranks how it went, and raise on all when it failed on any."""
-    answer: dict[str, Any] = {"ok": None}
-    if only is None or world.index == only:
+def publish(temporary: Path, final: Path, files: dict[str, dict[str, int]], step: int, state: dict[str, Any]) -> None:
+    """Make a directory in which all ranks have written the checkpoint of its step. Run by one rank."""
+    pieces: list[StoredPiece] = []
+    for name, expected in sorted(files.items()):
         try:
-            answer["ok"] = work()
-        except Exception as e:  # every kind of failure must reach the other ranks, which would wait for ever otherwise
-            answer["error"] = f"{type(e).__name__}: {e}"
-    answers = world.gather_json(answer)
-    failed = [f"rank {rank}: {a['error']}" for rank, a in enumerate(answers) if "error" in a]
-    if failed:
-        raise SaveError("the checkpoint could not be written; the previous one is untouched. " + "; ".join(failed))
-    return [a["ok"] for a in answers]
-
-
-def prune(root: Path, keep_last: int | None, keep_every: int | None, protect: Iterable[int] = ()) -> list[int]:
-    """Remove old checkpoints; returns the steps removed. Called by one rank, after a save has been completed.
-
-    Kept are the newest ``keep_last`` complete ones (at least one), every step that ``keep_every`` divides, and those in
-    ``protect`` (the final one). Incomplete directories older than the newest complete one, left by a crash, go too.
-    A directory loses its marker before its files, so that a crash here leaves nothing that looks complete.
-    """
-    if not keep_last:
-        return []
-    steps = list_steps(root)
-    complete = [step for step, directory in steps if incomplete_reason(directory) is None]
-    if not complete:
-        return []
-    keep = set(complete[: max(1, keep_last)]) | set(protect)
-    if keep_every:
-        keep |= {step for step in complete if step % keep_every == 0}
-    removed = []
-    for step, directory in steps:
-        if step in keep or step > complete[0]:
-            continue
-        (directory / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(directory)
-        removed.append(step)
-    return removed
+            size = (temporary / name).stat().st_size
+            data = (temporary / name).read_bytes() if name.endswith(".json") else b""
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{temporary / name}, which its rank has written, is not seen by rank 0: --save must be on a file "
+                "system that every node shares"
+            ) from None
+        if size != expected["size"] or (data and zlib.crc32(data) != expected["checksum"]):
+            raise OSError(f"{temporary / name} is not as its rank has written it ({size} of {expected['size']} bytes)")
+        if data:
+            pieces += Fragment.from_json(data).pieces
+    problem = coverage_problem(pieces)
+    assert problem is None, f"the ranks' shares are not the whole model: {problem}"
+    manifest = {"format_version": FORMAT_VERSION, "step": step, "state": state, "files": dict(sorted(files.items()))}
+    data = json.dumps(manifest, indent=1).encode()
+    write_durably(temporary / "manifest.json", data)
+    replaced = final.with_name(final.name + REPLACED)
+    if final.exists() and incomplete_reason(final) is None:
+        if replaced.exists():
+            remove_directory(replaced)
+        os.replace(final, replaced)
+    elif final.exists():
+        remove_directory(final)  # left by a save that died before its marker; ``replaced`` may be the complete one
+    os.replace(temporary, final)
+    sync_directory(final.parent)
+    write_durably(final / MARKER, marker_text(data, time.time()))
+    if replaced.exists():
+        remove_directory(replaced)

@@ -98,7 +98,12 @@ def deal(state: Mapping[tuple[str, str], torch.Tensor], ranks: int, seed: int, p
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> State:
     """A few tensors with moments."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = {"embed.tokens.weight": (7, 4), "blocks.0.mlp.up.weight": (6, 4), "blocks.1.mlp.up.weight": (6, 4), "head.norm.weight": (4,)}
+    shapes = {
+        "embed.tokens.weight": (7, 4),
+        "blocks.0.mlp.up.weight": (6, 4),
+        "blocks.1.mlp.up.weight": (6, 4),
+        "head.norm.weight": (4,),
+    }
     return {
         (kind, name): torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
         for kind, (name, shape) in product(KINDS, shapes.items())

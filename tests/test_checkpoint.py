@@ -86,7 +86,12 @@ def found_step(root: Path) -> int | None:
 )
 @settings(max_examples=100, deadline=None)
 def test_saved_in_any_rectangles_and_loaded_in_any_others(
-    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[int, ...]], dtype: torch.dtype, ranks: int, seed: int, block: int
+    tmp_path_factory: pytest.TempPathFactory,
+    shapes: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    ranks: int,
+    seed: int,
+    block: int,
 ) -> None:
     """Bitwise, scalars and empty tensors too, with checksum blocks that end anywhere."""
     generator = torch.Generator().manual_seed(seed)
@@ -143,7 +148,9 @@ def test_step_zero_and_large_steps(tmp_path: Path) -> None:
 
 def test_state_comes_back(tmp_path: Path) -> None:
     config = {"model": {"hidden_size": 4}, "text": "é"}
-    directory = save_checkpoint(tmp_path, 7, [], {"config": config, "progress": {"step": 7}, "big": 2**60, "x": 1e-300}, ONE)
+    directory = save_checkpoint(
+        tmp_path, 7, [], {"config": config, "progress": {"step": 7}, "big": 2**60, "x": 1e-300}, ONE
+    )
     reader = Reader(directory)
     assert reader.state == {"config": config, "progress": {"step": 7}, "big": 2**60, "x": 1e-300}
     assert read_manifest(directory)["step"] == 7 and reader.names() == {}
@@ -152,7 +159,11 @@ def test_state_comes_back(tmp_path: Path) -> None:
 def test_safetensors_opens_every_file(tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    state = {**model(dtype=torch.bfloat16), ("weight", "scalar"): torch.tensor(3.5), ("weight", "none"): torch.empty(0, 4)}
+    state = {
+        **model(dtype=torch.bfloat16),
+        ("weight", "scalar"): torch.tensor(3.5),
+        ("weight", "none"): torch.empty(0, 4),
+    }
     dealt = deal(state, 3, seed=5)
     results = on_ranks(3, lambda world: save_checkpoint(tmp_path, 1, dealt[world.index], {}, world))
     for rank, shares in enumerate(dealt):
@@ -179,7 +190,13 @@ def test_offsets_of_a_file_beyond_32_bits() -> None:
     """Tensors without storage: a file of 24 GiB is laid out, none is written."""
     rows = 3 << 20
     shares = [
-        Share("weight", f"t{i}", (3 * rows, 1024), Rectangle((i * rows, 0), (rows, 1024)), torch.empty(rows * 1024, device="meta"))
+        Share(
+            "weight",
+            f"t{i}",
+            (3 * rows, 1024),
+            Rectangle((i * rows, 0), (rows, 1024)),
+            torch.empty(rows * 1024, device="meta"),
+        )
         for i in range(2)
     ]
     plan = plan_file(shares)
@@ -218,7 +235,10 @@ def test_reading_beyond_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     piece = StoredPiece("weight", "t", (full,), "F32", box, offset, 20_000)
     data = Fragment("rank00000.safetensors", size, sums, (piece,)).to_json()
     (directory / "rank00000.json").write_bytes(data)
-    files = {"rank00000.safetensors": {"size": size}, "rank00000.json": {"size": len(data), "checksum": zlib.crc32(data)}}
+    files = {
+        "rank00000.safetensors": {"size": size},
+        "rank00000.json": {"size": len(data), "checksum": zlib.crc32(data)},
+    }
     text = json.dumps({"format_version": 1, "step": 1, "state": {}, "files": files}).encode()
     (directory / "manifest.json").write_bytes(text)
     (directory / MARKER).write_bytes(marker_text(text, 0.0))
@@ -274,7 +294,9 @@ def damage(path: Path, kind: str) -> None:
         ("rank00002.json", "longer", "rank00002.json has "),
     ],
 )
-def test_broken_newest_is_passed_over_and_named(two: tuple[Path, Path, State], name: str, kind: str, reason: str) -> None:
+def test_broken_newest_is_passed_over_and_named(
+    two: tuple[Path, Path, State], name: str, kind: str, reason: str
+) -> None:
     root, newest, old = two
     damage(newest / name, kind)
     found = find_checkpoint(root)
@@ -285,7 +307,9 @@ def test_broken_newest_is_passed_over_and_named(two: tuple[Path, Path, State], n
     with pytest.raises(ValueError, match=f"no complete checkpoint: step_00000010: {re.escape(reason)}"):
         find_checkpoint(root, step=10)
     shutil.rmtree(root / "step_00000005")
-    with pytest.raises(ValueError, match=f"holds no complete checkpoint: step_00000010: {re.escape(reason)}.*remove these"):
+    with pytest.raises(
+        ValueError, match=f"holds no complete checkpoint: step_00000010: {re.escape(reason)}.*remove these"
+    ):
         find_checkpoint(root)
 
 
@@ -337,7 +361,12 @@ def forge(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [lambda m: [], lambda m: {}, lambda m: {**m, "files": 3}, lambda m: {**m, "files": {"../../etc/passwd": {"size": 1}}}],
+    [
+        lambda m: [],
+        lambda m: {},
+        lambda m: {**m, "files": 3},
+        lambda m: {**m, "files": {"../../etc/passwd": {"size": 1}}},
+    ],
 )
 def test_forged_manifest_is_refused(two: tuple[Path, Path, State], change: Any) -> None:
     root, newest, _ = two
@@ -430,7 +459,9 @@ def test_pickles_are_refused(two: tuple[Path, Path, State], tmp_path: Path, name
             path.write_bytes(data)
         entry = {"size": len(data), "checksum": zlib.crc32(data)}
         forge(newest, lambda m: {**m, "files": {**m["files"], name: entry}})
-    with pytest.raises(CorruptCheckpoint, match=r"manifest|marker|checksum|description of a rank|is not|bytes, \d+ were written"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"manifest|marker|checksum|description of a rank|is not|bytes, \d+ were written"
+    ):
         assert Reader(newest).names()
         for (kind, tensor), shape in ((k, Reader(newest).names(k[0])[k[1]]) for k in Reader(newest).tensors):
             Reader(newest).read(kind, tensor, whole(shape), torch.empty(shape))
@@ -502,7 +533,9 @@ def test_full_disk_ends_with_an_error_and_leaves_nothing(tmp_path: Path) -> None
         try:
             save_checkpoint(tmp_path, 10, big, {}, ONE)
         except SaveError as error:
-            assert "the checkpoint of step 10 could not be written; earlier ones are untouched. rank 0: OSError" in str(error)
+            assert "the checkpoint of step 10 could not be written; earlier ones are untouched. rank 0: OSError" in str(
+                error
+            )
             os._exit(42)
 
     assert in_child(full_disk) == 42
@@ -648,7 +681,9 @@ def test_newest_is_the_one_saved_last(tmp_path: Path, monkeypatch: pytest.Monkey
         (99, None, [], [1, 2, 3, 4, 5, 6]),
     ],
 )
-def test_retention(tmp_path: Path, keep_last: int | None, keep_every: int | None, protect: list[int], kept: list[int]) -> None:
+def test_retention(
+    tmp_path: Path, keep_last: int | None, keep_every: int | None, protect: list[int], kept: list[int]
+) -> None:
     saves(tmp_path, 1, 2, 3, 4, 5, 6)
     removed = prune(tmp_path, keep_last, keep_every, protect)
     assert sorted(d.step for d in list_steps(tmp_path)) == kept
@@ -679,10 +714,19 @@ def test_retention_after_a_run_was_taken_back(tmp_path: Path, monkeypatch: pytes
 def test_retention_removes_leftovers(tmp_path: Path, keep_last: int | None) -> None:
     """Of saves that died, once they are older than the newest complete one; other files are not ours."""
     saves(tmp_path, 1, 5)
-    for name in ("step_00000003.tmp", "step_00000004.replaced", "step_00000005.tmp", "step_00000002", "step_00000009.tmp", "notes"):
+    for name in (
+        "step_00000003.tmp",
+        "step_00000004.replaced",
+        "step_00000005.tmp",
+        "step_00000002",
+        "step_00000009.tmp",
+        "notes",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank00000.safetensors").write_text("part")
-    shutil.copytree(tmp_path / "step_00000005", tmp_path / "step_00000005.replaced")  # complete, and so is its replacement
+    shutil.copytree(
+        tmp_path / "step_00000005", tmp_path / "step_00000005.replaced"
+    )  # complete, and so is its replacement
     assert prune(tmp_path, keep_last, None) == [2, 3, 4, 5]
     assert entries(tmp_path) == ["notes", "step_00000001", "step_00000005", "step_00000009.tmp"]
 
@@ -757,9 +801,12 @@ def test_load_shares_in_other_dtypes(tmp_path: Path) -> None:
     state = model(dtype=torch.float64)
     reader = Reader(save(tmp_path, 1, state))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        wanted = [Share(s.kind, s.name, s.full_shape, s.rectangle, torch.empty(s.tensor.numel(), dtype=dtype)) for s in deal(state, 1, 0)[0]]
+        (shares,) = deal(state, 1, seed=0)
+        wanted = [
+            Share(s.kind, s.name, s.full_shape, s.rectangle, torch.empty(s.tensor.numel(), dtype=dtype)) for s in shares
+        ]
         load_shares(reader, wanted)
-        for w, s in zip(wanted, deal(state, 1, 0)[0], strict=True):
+        for w, s in zip(wanted, shares, strict=True):
             assert torch.equal(w.tensor, s.tensor.to(dtype))
 
 
@@ -831,7 +878,9 @@ def optimizer_of(dp: int, zero_stage: int, dtype: torch.dtype) -> Any:
     from megatron_lite.optim.sharded import Optimizer
 
     mesh = ProcessMesh.open(Layout(dp=dp))
-    gradients = Gradients(toy(dtype), mesh, zero_stage=zero_stage, bucket_size=40, overlap=False, grad_dtype=torch.float32)
+    gradients = Gradients(
+        toy(dtype), mesh, zero_stage=zero_stage, bucket_size=40, overlap=False, grad_dtype=torch.float32
+    )
     return Optimizer(gradients, single(dtype=dtype))
 
 

@@ -25,8 +25,8 @@ from megatron_lite.checkpoint.manifest import step_directory
 from megatron_lite.cli.train import prepare, read
 from megatron_lite.data.index_writer import IndexedWriter
 from megatron_lite.mesh.local import RankInfo
-from megatron_lite.testing.ranks import run_ranks
 from megatron_lite.tensor.spec import Rectangle
+from megatron_lite.testing.ranks import run_ranks
 from megatron_lite.train.build import Built, build
 from megatron_lite.train.guard import Guard
 from megatron_lite.train.loop import code_of
@@ -298,3 +298,76 @@ def launched(command: list[str], folder: Path, **variables: str) -> Iterator[Lau
 def error_files(folder: Path) -> list[dict[str, Any]]:
     """What stands in torchrun's error files under a ``--log-dir``."""
     return [json.loads(path.read_text()) for path in sorted(folder.rglob("error.json"))]
+
+
+# ---- numbers that are not finite
+
+
+@contextlib.contextmanager
+def poisoned(
+    built: Built,
+    module: str,
+    how: str,
+    samples: tuple[int, ...] = (),
+    factor: float = float("nan"),
+    tp_rank: int | None = None,
+) -> Iterator[None]:
+    """The output of a module, or the gradient of its output, is multiplied by ``factor``.
+
+    Args:
+        module: name in the stage; nothing happens on stages that do not have it.
+        how: ``forward`` or ``backward``.
+        samples: only in microbatches with one of these samples; none: always.
+        factor: nan, or another number.
+        tp_rank: on this tp rank only.
+    """
+    loader, stage, coords = built.data.train, built.assembly.stage, built.mesh.coords
+    step, found = loader.step, dict(stage.named_modules()).get(module)
+    wanted: list[bool] = [not samples]
+    batches: dict[int, bool] = {}
+
+    def load(*args: Any) -> Any:
+        result = step(*args)
+        batches.clear()
+        for batch, ids in zip(result.microbatches, result.samples, strict=True):
+            batches[id(batch)] = bool(set(samples) & set(ids))
+        return result
+
+    def before(_module: Any, args: tuple[Any, ...]) -> None:
+        wanted[0] = not samples or batches.get(id(args[-1].batch), False)
+
+    def after(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if not wanted[0] or (tp_rank is not None and coords.tp != tp_rank):
+            return None
+        if how == "forward":
+            return output * factor
+        if output.requires_grad:
+            output.register_hook(lambda g: g * factor)
+        return None
+
+    loader.step = load  # type: ignore[method-assign]
+    for name, part in stage.named_modules():
+        if name in ("embed", "head") or (name.startswith("blocks.") and name.count(".") == 1):
+            part.register_forward_pre_hook(before)
+    if found is not None:
+        found.register_forward_hook(after)
+    yield
+
+
+@contextlib.contextmanager
+def nan_weight(built: Built, name: str, rank: int | None = None) -> Iterator[None]:
+    """One element of a parameter is NaN (and of its master), on the ranks that hold its first element."""
+    optimizer = built.assembly.optimizer
+    for share in optimizer.targets():
+        first = all(s == 0 for s in share.rectangle.start)
+        if share.kind == "weight" and share.name == name and first:
+            share.tensor[0] = float("nan")
+    optimizer.refresh_weights()
+    yield
+
+
+@contextlib.contextmanager
+def without_samples(built: Built, first: int, end: int) -> Iterator[None]:
+    """These samples are not in the data."""
+    built.data.train.skip(first, end)
+    yield

@@ -150,7 +150,7 @@ def test_a_loss_that_is_too_large_for_fp16(tmp_path: Path) -> None:
     assert state_of(tmp_path / "a", 20)["progress"]["updates"] == 20 - len(skipped)
     [outcome] = trained(1, (f"{flags}/b --train-iters 60", poisoned, "head", "forward", (), 1e6))
     assert outcome.code == exit_codes.NON_FINITE and "smallest loss scale, 1" in outcome.error
-    assert "every output of the forward pass is finite, the gradient of head." in outcome.error, outcome.error
+    assert "every output of the forward pass is finite, the gradient of " in outcome.error, outcome.error
 
 
 # ---- rollback

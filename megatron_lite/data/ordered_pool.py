@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -57,20 +58,17 @@ class OrderedPool:
     def __init__(self, workers: int, make: Callable[[], Callable[[Any], Any]]) -> None:
         context = get_context("spawn")
         self._workers: list[_Worker] = []
-        resource_tracker.ensure_running()  # multiprocessing's own helper, whose start would undo the next line
-        old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the workers, for good
         try:
             for number in range(workers):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, make), daemon=True)
-                process.start()
-                theirs.close()
-                self._workers.append(_Worker(number, process, ours))
+                with _started_whole():
+                    ours, theirs = context.Pipe()
+                    process = context.Process(target=_serve, args=(theirs, make), daemon=True)
+                    process.start()
+                    theirs.close()
+                    self._workers.append(_Worker(number, process, ours))
         except BaseException:
             self.close()
             raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
     def __enter__(self) -> OrderedPool:
         return self
@@ -145,6 +143,28 @@ class OrderedPool:
             raise WorkerFailed(f"worker {worker.number}: {result}")
         worker.hand = None
         return position, result
+
+
+@contextlib.contextmanager
+def _started_whole() -> Iterator[None]:
+    """A worker started here never sees a keyboard interrupt, and an interrupt of ours waits until it has started."""
+    late: list[int] = []
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # elsewhere Python raises nothing
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda number, _: late.append(number))
+    resource_tracker.ensure_running()  # multiprocessing's own helper, whose start would undo the next line
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the worker, for good
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in late[:1]:
+        handlers[number](number, None)
 
 
 def _epitaph(worker: _Worker) -> str:

@@ -16,6 +16,13 @@ import torch
 from megatron_lite.mesh.mesh import ProcessMesh
 
 
+def agreed(mesh: ProcessMesh, reason: int) -> int:
+    """The largest reason that any rank has for stopping, on every rank. Collective; the host waits."""
+    largest = torch.full((1,), float(reason), device=mesh.device)
+    mesh.axis("world").all_reduce(largest, op="max").wait()
+    return int(largest.item())
+
+
 def evaluate(
     mesh: ProcessMesh,
     runtime: Any,
@@ -46,10 +53,8 @@ def evaluate(
         if reports:
             vector[0] += sums.loss_sum
             vector[1] += step.valid_tokens
-        reason = torch.full((1,), float(stop()), device=mesh.device)
-        world.all_reduce(reason, op="max").wait()
-        if reason.item():
-            return float("nan"), int(reason.item())
+        if reason := agreed(mesh, stop()):
+            return float("nan"), reason
     table = torch.empty(mesh.layout.world_size, 2, dtype=torch.float64, device=mesh.device)
     world.all_gather(table, vector).wait()
     loss, tokens = table.sum(dim=0).tolist()

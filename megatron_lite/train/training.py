@@ -22,7 +22,7 @@ from megatron_lite.data.loader import SampleError
 from megatron_lite.mesh.local import RankInfo, parent_alive
 from megatron_lite.train import resume
 from megatron_lite.train.build import Built
-from megatron_lite.train.evaluate import evaluate
+from megatron_lite.train.evaluate import agreed, evaluate
 from megatron_lite.train.guard import Guard
 from megatron_lite.train.nonfinite import NonFiniteError, diagnose
 from megatron_lite.train.profile import Profiler
@@ -180,6 +180,7 @@ class Training:
         due = options.save_interval is not None and step % options.save_interval == 0
         if options.save is not None and (due or report.save or stop or exit_now):
             self._save(final=False)
+            stop = stop or agreed(self.mesh, self._stop_reason())  # a save may take long: no further step, no second save
         elif stop or exit_now:
             self.reporter.say("there is no --save: nothing of this run is kept")
         if stop == STOP_SIGNAL:

@@ -37,6 +37,8 @@ class Batch:
         valid_tokens: number of ones in loss_mask, host integer.
         num_documents: cu_seqlens[:num_documents + 1] are the true offsets, host integer.
         squared_lengths: sum over documents of their squared length, host integer (attention's part of the FLOPs).
+        lengths: of the documents, host integers; () where whoever made the batch does not tell (then attention that
+            wants them has to read them from the device).
     """
 
     tokens: torch.Tensor
@@ -51,6 +53,7 @@ class Batch:
     valid_tokens: int
     num_documents: int
     squared_lengths: int = 0
+    lengths: tuple[int, ...] = ()
 
     def to(self, device: torch.device, non_blocking: bool = True) -> Batch:
         """The same batch with its tensors on ``device``."""
@@ -121,4 +124,5 @@ def make_batch(
         valid_tokens=int(mask.sum()),
         num_documents=len(starts_all),
         squared_lengths=int((lengths * lengths).sum()),
+        lengths=tuple(lengths.tolist()),
     )

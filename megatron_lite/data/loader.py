@@ -98,8 +98,8 @@ class Loader:
         self.sampler = Sampler(micro_batch_size, dp_size, dp_index, tuple(skipped))
         self._options = {"document_mask": document_mask, "eod_id": eod_id, "eod_mask_loss": eod_mask_loss}
         self._bytes_ahead = bytes_ahead
-        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="loader") if num_workers else None
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._pool = ThreadPoolExecutor(num_workers, "loader", self._enter_thread) if num_workers else None
         self._queue: deque[tuple[int, list[int], Future[_Built]]] = deque()  # (consumed before it, samples, microbatch)
         self._tail = 0  # consumed after the last one in the queue
 
@@ -205,6 +205,11 @@ class Loader:
         ):
             digest = zlib.crc32(part.data, digest)
         return _Built(batch.pin() if self._stream is not None else batch, digest)
+
+    def _enter_thread(self) -> None:
+        """Page-locked memory belongs to a device's context: without this, threads would open one on the first GPU."""
+        if self._stream is not None:
+            torch.cuda.set_device(self.device)
 
     def _row(self, j: int) -> Row:
         try:

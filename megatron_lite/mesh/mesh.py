@@ -112,6 +112,8 @@ class ProcessMesh:
             raise ConfigError(problems)
         me = dist.get_rank() if dist.is_initialized() else 0
         mesh = cls(layout, me, _device(backend, device), backend if world > 1 else "none", timeout)
+        if mesh.device.type == "cuda" and torch.cuda.is_available():
+            torch.cuda.set_device(mesh.device)  # "the current stream" is this device's from here on, on any back end
         mesh._owns_default = opened_default
         mesh._open_axes(kv_heads)
         mesh._open_queues(numbered)

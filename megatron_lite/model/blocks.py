@@ -133,7 +133,7 @@ class CoreAttention(nn.Module):
             query, key, value = (t.unflatten(0, (batch.rows, batch.seq_length)) for t in (query, key, value))
             key, value = ctx.cache.append(self.index, key, value)
             return cached_attention(query, key, value, self.scale).flatten(0, 1)
-        documents = Documents(batch.cu_seqlens, batch.num_documents, batch.max_seqlen)
+        documents = Documents(batch.cu_seqlens, batch.num_documents, batch.max_seqlen, batch.lengths)
         drop = self._drop(ctx) if ctx.training and self.dropout > 0 else None
         return attention(query, key, value, documents, scale=self.scale, drop=drop)
 

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_lite.ops.host import to_device
 from megatron_lite.ops.op import Kernel, Op, Problem, Reason, capability_reason, dtype_reason, numel, wide
 
 DropWeights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -45,14 +46,18 @@ class Documents:
         cu_seqlens: int32 [at least count + 1], offsets; entries behind ``count`` are padding.
         count: documents, host integer.
         longest: length of the longest, host integer.
+        known: their lengths, host integers; () where they are not known on the host.
     """
 
     cu_seqlens: torch.Tensor
     count: int
     longest: int
+    known: tuple[int, ...] = ()
 
     def lengths(self, total: int) -> list[int]:
-        """Lengths of the documents; read from the device only if they are not all equal."""
+        """Lengths of the documents; read from the device only if they are neither known nor all equal."""
+        if self.known:
+            return list(self.known)
         if self.count * self.longest == total:
             return [self.longest] * self.count
         if self.cu_seqlens.device.type == "meta":  # a dry run: any lengths with this sum have the right shapes
@@ -89,7 +94,7 @@ def per_length(
     for length in lengths:
         offsets.append(offsets[-1] + length)
     for members in _groups(lengths, largest):
-        first = torch.tensor([offsets[i] for i in members], device=q.device)
+        first = to_device(torch.tensor([offsets[i] for i in members]), q.device)
         stacked = [torch.stack([piece[i] for i in members]) for piece in pieces]
         for i, out in zip(members, run(*stacked, first).unbind(0), strict=True):
             outputs[i] = out

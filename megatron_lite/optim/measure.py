@@ -16,6 +16,8 @@ from megatron_lite.optim.flat import Slot
 from megatron_lite.optim.state import Part, ShardedState
 from megatron_lite.tensor.spec import TensorParallel
 
+PIECE = 1 << 24  # elements summed at a time: 128 MiB in fp64
+
 
 class Measure:
     """Sums over what this rank counts of one optimizer's gradients and weights."""
@@ -90,5 +92,9 @@ class Measure:
 
 
 def _squares(flat: torch.Tensor) -> torch.Tensor:
-    norm: torch.Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)
-    return norm.square()
+    """Sum of squares in fp64. PyTorch makes an fp64 copy of what it sums, so it is given a piece at a time."""
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
+    for piece in flat.split(PIECE):
+        norm: torch.Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64)
+        total += norm.square()
+    return total

@@ -22,6 +22,7 @@ import torch
 
 from megatron_lite.data.batch import Batch
 from megatron_lite.mesh.mesh import ProcessMesh
+from megatron_lite.ops.host import to_device
 from megatron_lite.optim.clip import clip_factor
 
 FIELDS = (
@@ -158,8 +159,12 @@ class TrainStep:
             self.optimizer.clip_values(self._clip_value, unscale)
         factor = unscale * clip_factor(norm, self._clip_grad)
         self.optimizer.step(learning_rates, weight_decay, factor, bad > 0, update=update)
-        numbers = torch.cat([table.reshape(-1), torch.stack([unscale, norm, bad.to(norm.dtype)])]).cpu()  # the one host read
-        return self._report(numbers)
+        numbers = torch.cat([table.reshape(-1), torch.stack([unscale, norm, bad.to(norm.dtype)])])
+        return self._report(self.read(numbers))
+
+    def read(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The one place of a step where the host waits for the device."""
+        return numbers.cpu()
 
     def scales(self, micro: Sequence[Batch], loss_scale: float) -> list[float]:
         """The factor on each microbatch's loss sum before backward; the rest is in the unscale factor."""
@@ -178,7 +183,7 @@ class TrainStep:
         vector[AT["digest"]] = batches.digest
         vector[AT["seconds"]], vector[AT["memory_gib"]] = host.last_step_seconds, host.memory_gib
         vector[AT["data_wait"]] = batches.wait_seconds
-        vector = vector.to(self.mesh.device, non_blocking=True)
+        vector = to_device(vector, self.mesh.device)
         norm_squared = self.optimizer.norm_squared()
         vector[AT["norm_squared"]] = norm_squared
         vector[AT["non_finite"]] = self.optimizer.non_finite(norm_squared)

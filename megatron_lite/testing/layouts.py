@@ -275,6 +275,8 @@ def deviation(a: dict[str, np.ndarray], ref: dict[str, np.ndarray], what: str) -
     scale = 1e-3 * (total / max(1, sum(v.size for v in ref.values()))) ** 0.5
     worst = 0.0
     for name, value in ref.items():
+        if a[name].shape != value.shape:
+            raise Mismatch(f"{what} {name} has shape {a[name].shape}, not {value.shape}")
         if name.endswith(EXACT_ZERO) and np.abs(value).max() <= STAYS:  # biases start at zero
             if not np.abs(a[name]).max() <= STAYS:
                 raise Mismatch(f"{what} {name}: {np.abs(a[name]).max():.3g}, exactly zero in theory")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lite.cli.environment import apply_early
 from megatron_lite.config.check import ProblemsFunction, check, check_files, require
+from megatron_lite.config.exit_codes import DONE
 from megatron_lite.config.load import BUILTIN, Loaded, load, with_checkpoint_args
 from megatron_lite.config.problem import ConfigError, Problem
 from megatron_lite.config.schema import RunConfig
@@ -25,7 +26,15 @@ if TYPE_CHECKING:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train as the command line says; the result is the exit code."""
+    """Train as the command line says; the result is the exit code.
+
+    ``--check-only N`` among the flags: check everything for N ranks, print the start-up text and start nothing.
+    """
+    argv, ranks = _check_only(argv)
+    if ranks is not None:
+        _, text = prepare(read(argv), RankInfo(0, ranks, 0, ranks, "here", "check"), {})
+        print(text, flush=True)
+        return DONE
     info = rank_info(os.environ)
     if info.world_size > 1:
         die_with_parent()
@@ -42,6 +51,18 @@ def run(argv: Sequence[str]) -> int:
     from megatron_lite.train.loop import train
 
     return train(loaded.config, info, environment=environment)
+
+
+def _check_only(argv: Sequence[str]) -> tuple[list[str], int | None]:
+    """The command line without ``--check-only N``, and N."""
+    rest = list(argv)
+    if "--check-only" not in rest:
+        return rest, None
+    at = rest.index("--check-only")
+    number = rest[at + 1] if at + 1 < len(rest) else ""
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError([Problem(f"--check-only {number}", rule="needs the number of ranks", nearest="--check-only 8")])
+    return rest[:at] + rest[at + 2 :], int(number)
 
 
 def read(argv: Sequence[str]) -> Loaded:

@@ -161,9 +161,11 @@ class Batches:
     wait_seconds: float = 0.0
 
 
-def batches_of(case: Case, step: int, dp: int) -> Batches:
-    """The batches of a step as the trainer takes them."""
+def batches_of(case: Case, step: int, dp: int, device: torch.device | None = None) -> Batches:
+    """The batches of a step as the trainer takes them, on the device where one is given."""
     micro = microbatches(case, step, dp)
+    if device is not None and device.type == "cuda":
+        micro = [batch.pin().to(device) for batch in micro]
     return Batches(micro, digest=step * 1000 + dp, valid_tokens=sum(b.valid_tokens for b in micro))
 
 
@@ -171,7 +173,7 @@ def one_step(assembly: Assembly, case: Case, step: int) -> StepReport:
     """Train one step of a case."""
     config = case.config()
     return assembly.step.run(
-        batches_of(case, step, assembly.mesh.coords.dp),
+        batches_of(case, step, assembly.mesh.coords.dp, assembly.mesh.device),
         seed=config.training.seed,
         step=step,
         loss_scale=1.0,
@@ -221,9 +223,11 @@ class RankResult:
     weights: list[Piece]
 
 
-def run_case(case: Case) -> RankResult:
-    """Train a case on this rank; the default group has the size of its layout."""
-    mesh = ProcessMesh.open(case.layout, kv_heads=kv_heads(case.model), numbered=True)
+def run_case(case: Case, backend: str = "gloo", device: str = "cpu") -> RankResult:
+    """Train a case on this rank; the default group has the size of its layout, and is on ``backend``."""
+    mesh = ProcessMesh.open(
+        case.layout, backend=backend, device=device, kv_heads=kv_heads(case.model), numbered=True
+    )
     assembly = assemble(case.config(), mesh)
     result = RankResult([], [], [], weights_of(assembly), [], [])
     for step in range(STEPS):
@@ -238,6 +242,11 @@ def run_case(case: Case) -> RankResult:
     assembly.gradients.close()
     mesh.close()
     return result
+
+
+def run_cases(cases: Sequence[Case]) -> list[RankResult]:
+    """Several cases one after the other on the same ranks, whose start and groups cost more than a case does."""
+    return [run_case(case) for case in cases]
 
 
 class Mismatch(AssertionError):
@@ -320,9 +329,16 @@ def legal_layouts(most_ranks: int = 4, tp: Sequence[int] = (1, 2, 4)) -> Iterato
                     yield Layout(tp=t, pp=p, dp=ranks // (t * p))
 
 
-def micro_batch_of(layout: Layout, global_batch: int, most: int = 2) -> int:
-    """The largest microbatch up to ``most`` that the layout divides the batch into."""
-    return next(m for m in range(most, 0, -1) if global_batch % (m * layout.dp) == 0)
+def micro_batch_of(layout: Layout, global_batch: int, most: int = 4) -> int:
+    """The largest microbatch up to ``most`` with which every data-parallel rank has several, if there is one.
+
+    Raises:
+        ValueError: the batch does not divide by the data-parallel ranks.
+    """
+    rows, rest = divmod(global_batch, layout.dp)
+    if rest:
+        raise ValueError(f"a global batch of {global_batch} does not divide by {layout.dp} data-parallel ranks")
+    return next((m for m in range(most, 0, -1) if rows % m == 0 and rows > m), 1)
 
 
 def layouts(

@@ -2,7 +2,7 @@
 
 A run is a log directory (``--log-dir``). Printed are the first step at which loss or gradient norm differ by more than
 ``--rtol``, the settings that differ, and where the curves were drawn (``--plot``, with matplotlib).
-Exit status: 0 the runs agree on all common steps, 1 they do not, 2 a directory holds no run.
+Exit status: 0 the runs agree on all common steps, 1 they do not, 2 a directory holds no run or the two share no step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,34 @@ def draw(runs: Sequence[tuple[str, dict[int, dict[str, Any]]]], path: Path) -> N
         panel.grid(alpha=0.3)
     panels[0].legend()
     panels[-1].set_xlabel("step")
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ValueError(f"--plot {path}: {error.strerror}") from None
+
+
+def read_run(directory: Path) -> tuple[dict[int, dict[str, Any]], dict[str, Any]]:
+    """(training lines by step, configuration) of a run's log directory; no run.json counts as no settings.
+
+    Raises:
+        ValueError: it holds no run, or its files cannot be read.
+    """
+    from megatron_lite.train.metrics import read_metrics
+
+    metrics, settings = directory / "metrics.jsonl", directory / "run.json"
+    if not directory.is_dir():
+        raise ValueError(f"there is no directory {directory}: give the --log-dir of a run")
+    if not metrics.exists():
+        raise ValueError(f"{directory} holds no metrics.jsonl: give the --log-dir of a run")
+    steps = read_metrics(metrics)[0]
+    if not steps:
+        raise ValueError(f"{metrics} holds no step: the run has not finished one")
+    if not settings.exists():
+        return steps, {}
+    try:
+        return steps, dict(json.loads(settings.read_text(encoding="utf-8"))["config"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{settings} is not the record of a run") from None
 
 
 def run(argv: Sequence[str]) -> int:
@@ -69,33 +96,29 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--rtol", type=float, default=0.0, help="relative difference that still counts as equal (default: 0, bitwise)")
     parser.add_argument("--plot", type=Path, default=None, metavar="FILE", help="draw the curves into FILE (.png, .svg or .pdf)")
     args = parser.parse_args(argv)
-    from megatron_lite.train.metrics import read_metrics
-
-    steps, configs = [], []
-    for directory in args.runs:
-        metrics, settings = directory / "metrics.jsonl", directory / "run.json"
-        if not metrics.exists():
-            raise ValueError(f"{directory} holds no metrics.jsonl: give the --log-dir of a run")
-        steps.append(read_metrics(metrics)[0])
-        configs.append(json.loads(settings.read_text())["config"] if settings.exists() else {})
-    one, two = (dict(flatten(c)) for c in configs)
+    if not args.rtol >= 0:
+        raise ValueError(f"--rtol {args.rtol}: 0 or more")
+    (steps_one, config_one), (steps_two, config_two) = map(read_run, args.runs)
+    one, two = dict(flatten(config_one)), dict(flatten(config_two))
     changed = [k for k in sorted(one.keys() | two.keys()) if one.get(k) != two.get(k)]
     print(f"settings that differ: {len(changed)}")
     for key in changed:
         print(f"  {key}: {one.get(key)!r} | {two.get(key)!r}")
-    common = sorted(steps[0].keys() & steps[1].keys())
+    common = sorted(steps_one.keys() & steps_two.keys())
     if not common:
-        raise ValueError(f"the runs have no step in common ({len(steps[0])} and {len(steps[1])} steps)")
+        spans = " and ".join(f"{min(steps)} to {max(steps)}" for steps in (steps_one, steps_two))
+        raise ValueError(f"the runs have no step in common: steps {spans}")
     print(f"steps in common: {len(common)} ({common[0]} to {common[-1]})")
-    found = first_difference(steps[0], steps[1], args.rtol)
+    found = first_difference(steps_one, steps_two, args.rtol)
     if found is None:
         print(f"no difference in {' or '.join(COMPARED)} above a relative {args.rtol:g}")
     else:
         step, field, difference = found
-        print(f"first difference: step {step}, {field} {steps[0][step][field]!r} | {steps[1][step][field]!r} (relative {difference:.3g})")
+        values = f"{steps_one[step].get(field)!r} | {steps_two[step].get(field)!r}"
+        print(f"first difference: step {step}, {field} {values} (relative {difference:.3g})")
         last = common[-1]
-        print(f"at step {last}: loss {steps[0][last]['loss']!r} | {steps[1][last]['loss']!r}")
+        print(f"at step {last}: loss {steps_one[last].get('loss')!r} | {steps_two[last].get('loss')!r}")
     if args.plot is not None:
-        draw([(str(d), s) for d, s in zip(args.runs, steps, strict=True)], args.plot)
+        draw([(str(args.runs[0]), steps_one), (str(args.runs[1]), steps_two)], args.plot)
         print(f"curves: {args.plot}")
     return 0 if found is None else 1

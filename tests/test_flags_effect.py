@@ -288,6 +288,7 @@ LATER: frozenset[str] = frozenset(
         --use-checkpoint-args --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler
         --log-interval --log-params-norm --log-num-zeros-in-grad --tensorboard-dir --log-timers-to-tensorboard
         --log-memory-to-tensorboard --log-validation-ppl-to-tensorboard --wandb-project --wandb-exp-name
+        --check-weight-hash-across-dp-replicas-interval
         --wandb-save-dir --profile --profile-step-start --profile-step-end --profile-ranks --peak-tflops
         """
     )

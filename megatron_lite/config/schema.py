@@ -108,6 +108,8 @@ class TrainingConfig:
     """Signals on which a run finishes its step, saves and exits with code 6."""
     save_signals: tuple[str, ...] = ("USR2",)
     """Signals on which a run saves and goes on."""
+    check_weight_hash_across_dp_replicas_interval: int | None = None
+    """Steps between checks that all copies of a weight, over dp, tp and ties, are bitwise equal; if not, the run ends."""
     compat: Literal["megatron"] | None = None
     """megatron: every default in which we differ from Megatron-LM's numbers is set to theirs."""
 

@@ -20,6 +20,7 @@ from megatron_lite.config import exit_codes
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.data.loader import SampleError
 from megatron_lite.mesh.local import RankInfo, parent_alive
+from megatron_lite.optim.replicas import replica_differences
 from megatron_lite.train import resume
 from megatron_lite.train.build import Built
 from megatron_lite.train.evaluate import agreed, evaluate
@@ -174,6 +175,7 @@ class Training:
         if not stop and self.data.valid is not None and evaluation.eval_iters > 0 and every and step % every == 0:
             stop = self._evaluate(self.data.valid, "validation")
         self._collect_garbage(step)
+        self._check_replicas(step)
         if step >= self.last_step:
             return None  # finished: what follows saves
         exit_now = training.exit_interval is not None and step % training.exit_interval == 0
@@ -220,6 +222,13 @@ class Training:
         if "params_norm" in found:
             found["params_norm"] = math.sqrt(found["params_norm"])
         return found
+
+    def _check_replicas(self, step: int) -> None:
+        """``--check-weight-hash-across-dp-replicas-interval``: copies that drift apart end the run, by name."""
+        interval = self.config.training.check_weight_hash_across_dp_replicas_interval
+        if interval and step % interval == 0 and (found := replica_differences(self.assembly.gradients)):
+            more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+            raise RuntimeError(f"after step {step} copies of weights differ: {'; '.join(found[:4])}{more}")
 
     def _collect_garbage(self, step: int) -> None:
         training = self.config.training

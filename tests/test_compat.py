@@ -29,7 +29,7 @@ from megatron_lite.config.load import load
 from megatron_lite.data.batch import Row, make_batch
 from megatron_lite.data.build import build_datasets
 from megatron_lite.model.protocol import ForwardContext, load_definition
-from megatron_lite.testing.layouts import TOLERANCE, Mismatch, deviation
+from megatron_lite.testing.equal import TOLERANCE, Mismatch, deviation
 from megatron_lite.train.load_model import inference_config, load_model, open_checkpoint
 
 STEPS, ROWS, S, EOD = 3, 8, 16, 60

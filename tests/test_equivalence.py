@@ -16,12 +16,10 @@ from foreign.plain_linear import PlainConfig
 from foreign.shared_block import SharedConfig
 
 from megatron_lite.mesh.layout import Layout
+from megatron_lite.testing.equal import Mismatch, RankResult, compare
 from megatron_lite.testing.layouts import (
     TINY,
     Case,
-    Mismatch,
-    RankResult,
-    compare,
     layouts,
     micro_batch_of,
     reference_of,

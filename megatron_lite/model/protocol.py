@@ -275,7 +275,11 @@ def _make(definition: ModelDefinition, part: str, seed: int) -> nn.Module:
 
 
 def _describe(definition: ModelDefinition, module: nn.Module, part: str) -> list[nn.Parameter]:
-    """Name the specs of a part's parameters, move ordinary ones; returns the ordinary parameters."""
+    """Name the specs of a part's parameters, move ordinary ones; returns the ordinary parameters.
+
+    Raises:
+        ValueError: a parameter was named before, in another part: a tie that is not declared.
+    """
     device, dtype = definition.parallel.device, definition.parallel.dtype
     patterns = getattr(definition.config, "no_weight_decay_patterns", ())
     ordinary = []
@@ -287,6 +291,11 @@ def _describe(definition: ModelDefinition, module: nn.Module, part: str) -> list
             spec = spec or ordinary_spec(parameter)
             parameter.rectangle = Rectangle((0,) * len(spec.full_shape), spec.full_shape)  # type: ignore[attr-defined]
         name = spec.tie or f"{part}.{local}"
+        if spec.name not in ("", name):
+            raise ValueError(
+                f"{spec.name} and {name} are one parameter, which no pipeline could keep equal: make one for each part "
+                f"and declare both with megatron_lite.model.protocol.tie(parameter, {spec.name!r})"
+            )
         decay = spec.decay and len(spec.full_shape) > 1 and not any(fnmatchcase(name, p) for p in patterns)
         parameter.spec = replace(spec, name=name, decay=decay)  # type: ignore[attr-defined]
     for child in module.modules():

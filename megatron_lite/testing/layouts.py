@@ -1,11 +1,8 @@
 """The equivalence matrix: the same run in every layout, against one process, in fp64.
 
 A :class:`Case` is a model, a global batch and a layout. :func:`run_case` trains it for three steps on the ranks of the
-layout through the very objects that a training run uses, and :func:`compare` holds the result against the case with one
-rank: loss and gradient norm of every step, every gradient and every weight. What *equal* means is derived, not tuned: a
-tensor agrees when max|a - b| <= 1e-12 * max(max|ref|, s), s being a thousandth of the root mean square of all gradients
-(or weights). Rounding alone stays below it, a fault lies at 1e-4 and above. Initial weights, and all copies of a
-replicated parameter, are equal bit by bit.
+layout through the very objects that a training run uses, and :mod:`megatron_lite.testing.equal` holds the result against
+the case with one rank: loss and gradient norm of every step, every gradient and every weight.
 """
 
 from __future__ import annotations
@@ -24,16 +21,12 @@ from megatron_lite.data.batch import Batch, Row, make_batch
 from megatron_lite.mesh.layout import Layout
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.optim.shares import slot_shares
+from megatron_lite.testing.equal import Piece, RankResult
 from megatron_lite.train.assemble import Assembly, assemble, kv_heads
 from megatron_lite.train.step import HostNumbers, StepReport
 
-TOLERANCE = 1e-12
 STEPS = 3
 LEARNING_RATE = 1e-3
-# Softmax does not see what is added to all scores of a query, so without rotary positions and qk-norm the gradient of
-# key biases is exactly zero, and what is computed is rounding, which Adam's quotient magnifies. Where one process leaves
-# them where they started, to this distance, other layouts must too.
-EXACT_ZERO, STAYS = "attention.key.bias", 1e-12
 
 TINY: dict[str, Any] = {
     "num_layers": 4,
@@ -184,9 +177,6 @@ def one_step(assembly: Assembly, case: Case, step: int) -> StepReport:
     )
 
 
-Piece = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], np.ndarray]  # name, full shape, start, size, values
-
-
 def weights_of(assembly: Assembly) -> list[Piece]:
     """Every parameter of this rank as a rectangle of its full tensor (padding left out)."""
     pieces = []
@@ -211,33 +201,22 @@ def gradients_of(assembly: Assembly) -> list[Piece]:
     return pieces
 
 
-@dataclass
-class RankResult:
-    """What one rank reports of a case."""
-
-    losses: list[float]
-    aux_losses: list[float]
-    norms: list[float]
-    initial: list[Piece]
-    gradients: list[Piece]  # of the last step, unscaled by the trainer's factor only in the update, so relative to it
-    weights: list[Piece]
-
-
-def run_case(case: Case, backend: str = "gloo", device: str = "cpu") -> RankResult:
-    """Train a case on this rank; the default group has the size of its layout, and is on ``backend``."""
-    mesh = ProcessMesh.open(
-        case.layout, backend=backend, device=device, kv_heads=kv_heads(case.model), numbered=True
-    )
+def run_case(case: Case) -> RankResult:
+    """Train a case on this rank; the default group has the size of its layout."""
+    mesh = ProcessMesh.open(case.layout, kv_heads=kv_heads(case.model), numbered=True)
     assembly = assemble(case.config(), mesh)
-    result = RankResult([], [], [], weights_of(assembly), [], [])
+    result = RankResult([], [], [], weights_of(assembly), [], [], [])
+    # Backward carries 1 / (B * S); times B * S it is the gradient of the loss sum, the same number in every layout.
+    factor = case.micro_batch * case.seq_length
     for step in range(STEPS):
         report = one_step(assembly, case, step)
         result.losses.append(report.loss)
         result.aux_losses.append(report.aux_loss)
         result.norms.append(report.grad_norm)
-    # Backward carries 1 / (B * S); times B * S it is the gradient of the loss sum, the same number in every layout.
-    factor = case.micro_batch * case.seq_length
-    result.gradients = [(n, f, s, z, v * factor) for n, f, s, z, v in gradients_of(assembly)]
+        if step in (0, STEPS - 1):
+            result.gradients = [(n, f, s, z, v * factor) for n, f, s, z, v in gradients_of(assembly)]
+        if step == 0:
+            result.first_gradients = result.gradients
     result.weights = weights_of(assembly)
     assembly.gradients.close()
     mesh.close()
@@ -247,77 +226,6 @@ def run_case(case: Case, backend: str = "gloo", device: str = "cpu") -> RankResu
 def run_cases(cases: Sequence[Case]) -> list[RankResult]:
     """Several cases one after the other on the same ranks, whose start and groups cost more than a case does."""
     return [run_case(case) for case in cases]
-
-
-class Mismatch(AssertionError):
-    """A layout that does not compute what one process computes."""
-
-
-def full_tensors(results: Sequence[list[Piece]], what: str, *, once: bool) -> dict[str, np.ndarray]:
-    """Full tensors from the ranks' pieces. Copies must be equal bit by bit; ``once``: there may be none."""
-    full: dict[str, np.ndarray] = {}
-    seen: dict[str, np.ndarray] = {}
-    for rank, pieces in enumerate(results):
-        for name, shape, start, size, values in pieces:
-            array = full.setdefault(name, np.zeros(shape))
-            count = seen.setdefault(name, np.zeros(shape, dtype=np.int32))
-            box = tuple(slice(b, b + n) for b, n in zip(start, size, strict=True))
-            if once and (count[box] > 0).any():
-                raise Mismatch(f"{what} {name}: rank {rank} counts elements that another rank counts too")
-            known = count[box] > 0
-            if not np.array_equal(array[box][known], values[known]):
-                worst = np.abs(array[box] - values)[known].max()
-                raise Mismatch(f"{what} {name}: rank {rank} holds another copy than the ranks before it (by {worst:.3g})")
-            array[box] = values
-            count[box] += 1
-    for name, count in seen.items():
-        if not (count > 0).all():
-            raise Mismatch(f"{what} {name}: {int((count == 0).sum())} of {count.size} elements are on no rank")
-    return full
-
-
-def deviation(a: dict[str, np.ndarray], ref: dict[str, np.ndarray], what: str) -> float:
-    """Largest max|a - b| / max(max|ref|, s) over the tensors."""
-    if a.keys() != ref.keys():
-        raise Mismatch(f"{what}: tensors differ: {sorted(a.keys() ^ ref.keys())}")
-    total = sum(float((v**2).sum()) for v in ref.values())
-    scale = 1e-3 * (total / max(1, sum(v.size for v in ref.values()))) ** 0.5
-    worst = 0.0
-    for name, value in ref.items():
-        if a[name].shape != value.shape:
-            raise Mismatch(f"{what} {name} has shape {a[name].shape}, not {value.shape}")
-        if name.endswith(EXACT_ZERO) and np.abs(value).max() <= STAYS:  # biases start at zero
-            if not np.abs(a[name]).max() <= STAYS:
-                raise Mismatch(f"{what} {name}: {np.abs(a[name]).max():.3g}, exactly zero in theory")
-            continue
-        error = float(np.abs(a[name] - value).max(initial=0.0)) / max(float(np.abs(value).max(initial=0.0)), scale)
-        if not error <= TOLERANCE:
-            raise Mismatch(f"{what} {name} differs from one process's by a relative {error:.3g} (allowed {TOLERANCE})")
-        worst = max(worst, error)
-    return worst
-
-
-def compare(results: Sequence[RankResult], reference: RankResult) -> float:
-    """Hold a layout's results against one process's; returns the largest relative deviation. Raises Mismatch."""
-    worst = 0.0
-    for what in ("losses", "aux_losses", "norms"):
-        want = getattr(reference, what)
-        for rank, result in enumerate(results):
-            got = getattr(result, what)
-            for step, (x, y) in enumerate(zip(got, want, strict=True), 1):
-                error = abs(x - y) / max(abs(y), 1e-300) if x != y else 0.0
-                if not error <= TOLERANCE:
-                    raise Mismatch(f"{what} of step {step} on rank {rank}: {x!r}, one process has {y!r}")
-                worst = max(worst, error)
-    first = full_tensors([r.initial for r in results], "initial weight", once=False)
-    first_ref = full_tensors([reference.initial], "initial weight", once=False)
-    for name, value in first_ref.items():
-        if not np.array_equal(first[name], value):
-            raise Mismatch(f"initial weight {name} is not bitwise that of one process")
-    gradients = full_tensors([r.gradients for r in results], "gradient", once=True)
-    worst = max(worst, deviation(gradients, full_tensors([reference.gradients], "gradient", once=True), "gradient"))
-    weights = full_tensors([r.weights for r in results], "weight", once=False)
-    return max(worst, deviation(weights, full_tensors([reference.weights], "weight", once=False), "weight"))
 
 
 def legal_layouts(most_ranks: int = 4, tp: Sequence[int] = (1, 2, 4)) -> Iterator[Layout]:

@@ -201,9 +201,9 @@ def gradients_of(assembly: Assembly) -> list[Piece]:
     return pieces
 
 
-def run_case(case: Case) -> RankResult:
-    """Train a case on this rank; the default group has the size of its layout."""
-    mesh = ProcessMesh.open(case.layout, kv_heads=kv_heads(case.model), numbered=True)
+def run_case(case: Case, backend: str = "gloo", device: str = "cpu") -> RankResult:
+    """Train a case on this rank; the default group has the size of its layout and is on ``backend``."""
+    mesh = ProcessMesh.open(case.layout, backend=backend, device=device, kv_heads=kv_heads(case.model), numbered=True)
     assembly = assemble(case.config(), mesh)
     result = RankResult([], [], [], weights_of(assembly), [], [], [])
     # Backward carries 1 / (B * S); times B * S it is the gradient of the loss sum, the same number in every layout.

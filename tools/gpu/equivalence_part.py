@@ -1,0 +1,119 @@
+"""The equivalence matrix with all ranks on one device, over the staged back end.
+
+CUDA tensors, the program's own streams, buckets and schedules; the collectives are late and poisoned
+(megatron_lite/testing/staged.py). Everything is in fp64 and held to the measure of the matrix: losses, gradient norms,
+every gradient and every weight after three steps. The reference is one process on the same device, which is held against
+one process on the CPU first.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from gpu.part import Outcome, Settings
+from megatron_lite.mesh.layout import Layout
+from megatron_lite.testing.equal import Mismatch, RankResult, compare
+from megatron_lite.testing.layouts import Case, reference_of, run_case, tiny_gpt, tiny_llama
+from megatron_lite.testing.ranks import RankFailed, RankHang, run_ranks
+from megatron_lite.testing.staged import Options, run_case_staged
+
+SHARDED = {"sequence_parallel": True, "zero_stage": 1, "overlap_grad_reduce": True}
+SMALL = {"num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 64}
+MODELS = {
+    "llama": Case(global_batch=8, model=tiny_llama(**SMALL)),
+    "gpt with dropout": Case(
+        global_batch=8, model=tiny_gpt(**SMALL, hidden_dropout=0.2, attention_dropout=0.1), architecture="gpt"
+    ),
+    "tied, qk-norm, one kv head": Case(
+        global_batch=8,
+        model=tiny_llama(
+            **SMALL, untie_embeddings_and_output_weights=False, qk_layernorm=True, num_query_groups=1, add_qkv_bias=True
+        ),
+    ),
+}
+# The ones that show most come first: the time may not be enough for all.
+MATRIX = (
+    ("llama", Layout(tp=2, pp=2), {"parallel": SHARDED}),
+    ("llama", Layout(dp=4), {"parallel": SHARDED}),
+    ("gpt with dropout", Layout(tp=2, dp=2), {"parallel": SHARDED}),
+    ("tied, qk-norm, one kv head", Layout(pp=2, dp=2), {"parallel": SHARDED}),
+    ("tied, qk-norm, one kv head", Layout(tp=4), {"parallel": SHARDED}),
+    ("llama", Layout(pp=4), {}),
+    ("gpt with dropout", Layout(tp=2, pp=2), {"parallel": SHARDED, "training": {"recompute_granularity": "full"}}),
+    ("llama", Layout(dp=2, pp=2), {"parallel": SHARDED, "training": {"deterministic": True}}),
+    ("llama", Layout(dp=4), {"training": {"deterministic": True}}),
+    ("gpt with dropout", Layout(pp=4), {"parallel": {"pipeline_schedule": "gpipe"}}),
+    ("llama", Layout(tp=2, dp=2), {}),
+    ("tied, qk-norm, one kv head", Layout(tp=2, pp=2), {}),
+)
+SHORT = (0, 2)  # of the matrix, without a GPU
+
+
+def run(settings: Settings, outcome: Outcome) -> None:
+    """Every cell of the matrix that there is time for, and one cell with a wait left out, which has to be noticed."""
+    device = str(settings.where)
+    references: dict[str, RankResult] = {}
+    began = time.monotonic()
+    run_ranks(4, started, device)
+    outcome.say(f"4 ranks started in {time.monotonic() - began:.0f} s")
+    forgotten_wait(settings, outcome, reference(references, "llama", device, outcome))
+    rows = range(len(MATRIX)) if settings.on_gpu else SHORT
+    for number in rows:
+        key, layout, options = MATRIX[number]
+        case = replace(MODELS[key], layout=layout, **options)
+        if settings.time_is_short():
+            outcome.skip(f"{key}, {case.name}: the time was over")
+            continue
+        want = reference(references, key, device, outcome)
+        try:
+            found = run_ranks(
+                layout.world_size, run_case_staged, case, Options(seed=number), device, timeout=settings.seconds
+            )
+            worst = compare(found, want)
+        except (Mismatch, RankFailed, RankHang) as error:
+            outcome.check(
+                False,
+                f"{key}, {case.name}: {str(error).splitlines()[-1] if isinstance(error, Mismatch) else tail(error)}",
+            )
+            continue
+        outcome.numbers[f"{key}, {case.name}"] = worst
+        outcome.check(True, f"{key}, {case.name}: largest relative deviation {worst:.1e}")
+
+
+def started(device: str) -> str:
+    """On a rank: open the device, so that no cell of the matrix pays for it."""
+    import torch
+
+    return str(torch.zeros(1, device=device).device)
+
+
+def reference(known: dict[str, RankResult], key: str, device: str, outcome: Outcome) -> RankResult:
+    """One process on the device; the first time it is held against one process on the CPU."""
+    if key not in known:
+        known[key] = reference_of(MODELS[key])
+        if device != "cpu":
+            on_cpu, known[key] = known[key], run_case(MODELS[key].alone(), device=device)
+            try:
+                worst = compare([known[key]], on_cpu)
+                outcome.check(True, f"{key}: one process on the device and one on the CPU differ by {worst:.1e}")
+            except Mismatch as error:
+                outcome.check(False, f"{key}: one process on the device against one on the CPU: {error}")
+    return known[key]
+
+
+def forgotten_wait(settings: Settings, outcome: Outcome, want: RankResult) -> None:
+    """The check's own test: with a wait left out, numbers have to be wrong."""
+    options = Options(forget=frozenset(["reduce_scatter"]))
+    case = replace(MODELS["llama"], layout=Layout(dp=2), parallel={"zero_stage": 1})
+    try:
+        worst = compare(run_ranks(2, run_case_staged, case, options, str(settings.where)), want)
+    except (Mismatch, RankFailed) as error:
+        outcome.check(True, f"a forgotten wait is noticed: {str(error).splitlines()[0]}")
+    else:
+        outcome.check(False, f"a forgotten wait is not noticed (deviation {worst:.1e})")
+
+
+def tail(error: BaseException) -> str:
+    """What was raised on a rank."""
+    return str(error).split("\nvalues at the last line:")[0].strip().splitlines()[-1]

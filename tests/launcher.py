@@ -39,6 +39,7 @@ def apply_hooks(hooks: dict[str, Any], rank: int) -> None:
         hang: {rank, step}: sleep for ever in this step.
         fail: {rank, where, kind}: raise an exception of this kind; where is ``arguments``, ``data``, ``step 3``,
             ``write`` or ``logs`` (which only rank 0 writes).
+        differ: this rank's code has another digest.
     """
     from megatron_lite.checkpoint import save
     from megatron_lite.cli import train as cli
@@ -97,6 +98,8 @@ def apply_hooks(hooks: dict[str, Any], rank: int) -> None:
             time.sleep(hooks["slow_eval"])
 
         wrap(sys.modules["megatron_lite.pipeline.runtime"].Runtime, "evaluate", slow_batch)
+    if "differ" in hooks:
+        build.code_digest = lambda *folders: str(rank)  # type: ignore[assignment]
     if "hang_seconds" in hooks:
         inner_guard = loop.Guard
         loop.Guard = lambda info, store, seconds: inner_guard(info, store, hooks["hang_seconds"])  # type: ignore[assignment,misc]
@@ -215,12 +218,13 @@ class Job:
     def __init__(self, ranks: int, argv: str, folder: Path, hooks: dict[str, Any] | None = None) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
+        self.port = free_port()
         request = {
             "ranks": ranks,
             "argv": argv.split(),
             "folder": str(folder),
             "hooks": hooks or {},
-            "port": free_port(),
+            "port": self.port,
         }
         server = _server()
         assert server.stdin is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import shlex
 import socket
@@ -244,14 +243,10 @@ class Launched:
             self.kill()
             raise AssertionError(f"not done within {seconds} s:\n{self.output}") from None
 
-    def family(self) -> list[int]:
-        """The processes of this run that are alive: the launcher first, then ranks in the order of their start."""
-        return sorted(pid for pid in _session(self.process.pid))
-
     def ranks(self) -> list[int]:
         """The processes of the ranks, in order of rank."""
         found = {}
-        for pid in _session(self.process.pid):
+        for pid in _living(self.path.parent):
             with contextlib.suppress(OSError):
                 env = dict(v.partition("=")[::2] for v in Path(f"/proc/{pid}/environ").read_text().split("\0"))
                 if "RANK" in env:
@@ -260,7 +255,7 @@ class Launched:
 
     def kill(self) -> None:
         """End everything that is left."""
-        for pid in _session(self.process.pid):
+        for pid in _living(self.path.parent):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
         self.process.wait(10)
@@ -268,20 +263,21 @@ class Launched:
     def assert_nothing_left(self, seconds: float = 5) -> None:
         """No process of this run is alive."""
         end = time.monotonic() + seconds
-        while left := _session(self.process.pid):
+        while left := _living(self.path.parent):
             assert time.monotonic() < end, f"processes {left} are left"
             time.sleep(0.1)
 
 
-def _session(leader: int) -> list[int]:
-    """Living processes of a session."""
+def _living(folder: Path) -> list[int]:
+    """Living processes that work in a folder: a launched run and its ranks, which are in sessions of their own."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, IndexError):
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-                if int(fields[3]) == leader and fields[0] not in ("Z", "X"):
-                    found.append(int(entry.name))
+                if Path(os.readlink(entry / "cwd")) == folder.resolve():
+                    fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                    if fields[0] not in ("Z", "X"):
+                        found.append(int(entry.name))
     return found
 
 
@@ -293,11 +289,6 @@ def launched(command: list[str], folder: Path, **variables: str) -> Iterator[Lau
         yield run
     finally:
         run.kill()
-
-
-def error_files(folder: Path) -> list[dict[str, Any]]:
-    """What stands in torchrun's error files under a ``--log-dir``."""
-    return [json.loads(path.read_text()) for path in sorted(folder.rglob("error.json"))]
 
 
 # ---- numbers that are not finite

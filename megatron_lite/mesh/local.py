@@ -141,7 +141,8 @@ def start(
         timeout_minutes: of every collective, and of waiting for the others here.
         env: for MASTER_ADDR and MASTER_PORT, see :func:`meeting_point`.
         die: end this process when its launcher ends.
-        met: called with the job's store once this rank has reached it, before it waits for the others.
+        met: called with a connection of its own to the job's store once this rank has reached it, before it waits for
+            the others. (A thread that shares a connection waits while another waits on it.)
 
     Returns:
         The job's key-value store, or None with one rank.
@@ -168,7 +169,7 @@ def start(
         torch.cuda.set_device(device)
     timeout = datetime.timedelta(minutes=timeout_minutes)
     store = meet(info, timeout_minutes, env)
-    met(store)
+    met(store.clone())  # type: ignore[attr-defined]
     dist.init_process_group(
         backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout, device_id=device
     )

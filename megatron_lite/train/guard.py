@@ -82,7 +82,7 @@ class Guard:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
         self._neighbours: dict[int, int] = {}
-        self._failing = False
+        self._ending = threading.Lock()  # held by the thread that ends this process; taken once and never given back
 
     def start(self) -> None:
         """Tell the others who we are and begin to watch."""
@@ -110,13 +110,15 @@ class Guard:
 
         Called in the ``except`` block that caught it.
         """
-        self._failing = True
+        if not self._ending.acquire(blocking=False):
+            while True:  # another thread ends this process, because of what made this error too
+                time.sleep(1)
         if self._store is not None:
             _ignore_signals()  # a launcher ends the others when the first rank is gone; this one has something to say
         if self._store is not None and _may_be_a_consequence(error):
             self._wait_for_cause()
         message = f"{type(error).__name__}: {error}" if code == FAILURE else str(error)
-        first = self.claim(message, code)
+        first = self.claim(message, code, error)
         if first is not None:  # another rank failed before: ours is a consequence
             return int(first["code"])
         self._stop.set()
@@ -126,8 +128,7 @@ class Guard:
 
     def leave(self, message: str) -> NoReturn:
         """End this process now, and with it the job. From any thread."""
-        self._failing = True
-        if self.claim(message, FAILURE) is None:
+        if self._ending.acquire(blocking=False) and self.claim(message, FAILURE) is None:
             print(f"rank {self.info.rank} on {self.info.host}: {message}", file=sys.stderr, flush=True)
         os._exit(FAILURE)
 
@@ -139,7 +140,7 @@ class Guard:
             time.sleep(self.last_word_seconds)
         print(text, file=sys.stderr, flush=True)
 
-    def claim(self, message: str, code: int) -> dict[str, Any] | None:
+    def claim(self, message: str, code: int, cause: BaseException | None = None) -> dict[str, Any] | None:
         """Make this the job's failure. Returns the earlier one if there is one.
 
         Either way the error file of this rank then holds the job's failure, since a launcher shows the file of the
@@ -153,7 +154,7 @@ class Guard:
                 now = self._store.compare_set(FAILURE_KEY, "", mine).decode()
                 if now != mine:
                     first = failure = json.loads(now)
-        _write_error_file(failure)
+        _write_error_file(failure, cause if first is None else None)
         return first
 
     def wait_for(self, keys: list[str], seconds: float) -> bool:
@@ -169,48 +170,45 @@ class Guard:
     def _wait_for_cause(self) -> None:
         """A connection that broke is what the others see when a rank fails or is killed: let its own error be first."""
         assert self._store is not None
-        with contextlib.suppress(RuntimeError):
+        try:
             end = time.monotonic() + 2 * self._poll + 0.5
             while time.monotonic() < end and not self._store.check([FAILURE_KEY]):
                 dead = self._dead_neighbour(self._store)
                 if dead is not None:
                     self._report_dead(*dead)
                 time.sleep(0.05)
+        except RuntimeError as error:
+            self._report_no_store(error)
 
     def _watch(self) -> None:
         while not self._stop.wait(self._poll):
-            if self._failing:
-                continue
+            if self._ending.locked():
+                return
             if self._hang_seconds is not None and time.monotonic() - self._beat > self._hang_seconds:
                 self._hang()
             if self._store is None:
                 continue
             try:
                 self._look_around(self._store)
-            except RuntimeError as e:  # what the store raises when its host is gone
-                if not self._stop.is_set() and not self._failing:
-                    where = f"rank {self.info.rank} on {self.info.host}"
-                    print(
-                        f"{where}: the rank or launcher that holds the job's store is gone ({e})",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    os._exit(FAILURE)
+            except RuntimeError as error:  # what the store raises when its host is gone
+                if not self._stop.is_set() and self._ending.acquire(blocking=False):
+                    self._report_no_store(error)
 
     def _look_around(self, store: Store) -> None:
         if store.check([FAILURE_KEY]):
             failure = json.loads(store.get(FAILURE_KEY))
-            if self._failing or failure["rank"] == self.info.rank:
+            if not self._ending.acquire(blocking=False):
                 return
             if failure["code"] == HANG:
                 self._write_stacks(f"rank {failure['rank']} hangs; this one is in: {self._phase}")
             if failure["host"] != self.info.host and self.info.local_rank == 0:
                 print(f"rank {failure['rank']} on {failure['host']} failed: {failure['error']}", file=sys.stderr, flush=True)
             _write_error_file(failure)
+            if self.info.rank == 0:  # which may hold the store: the others have to read it
+                time.sleep(2 * self._poll)
             os._exit(failure["code"])
         dead = self._dead_neighbour(store)
-        if dead is not None and not self._failing:
-            self._failing = True
+        if dead is not None and self._ending.acquire(blocking=False):
             self._report_dead(*dead)
 
     def _dead_neighbour(self, store: Store) -> tuple[int, int] | None:
@@ -237,7 +235,15 @@ class Guard:
             self._last(message)
         os._exit(FAILURE)
 
-    def _hang(self) -> NoReturn:
+    def _report_no_store(self, error: RuntimeError) -> NoReturn:
+        message = f"the rank or launcher that holds the job's store is gone ({str(error).splitlines()[0]})"
+        _write_error_file({"rank": self.info.rank, "host": self.info.host, "error": message})
+        print(f"rank {self.info.rank} on {self.info.host}: {message}", file=sys.stderr, flush=True)
+        os._exit(FAILURE)
+
+    def _hang(self) -> None:
+        if not self._ending.acquire(blocking=False):
+            return
         message = f"no progress for {time.monotonic() - self._beat:.0f} s in: {self._phase}"
         path = self._write_stacks(message)
         if path is not None:
@@ -325,10 +331,13 @@ def _ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _write_error_file(failure: Mapping[str, Any]) -> None:
-    """Leave the job's failure where torchrun looks for it (``@record``)."""
+def _write_error_file(failure: Mapping[str, Any], cause: BaseException | None = None) -> None:
+    """Leave the job's failure where torchrun looks for it (``@record``), with the traceback of its cause."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    get_error_handler().record_exception(RankFailure(f"rank {failure['rank']} on {failure['host']}: {failure['error']}"))
+    try:
+        raise RankFailure(f"rank {failure['rank']} on {failure['host']}: {failure['error']}") from cause
+    except RankFailure as error:
+        get_error_handler().record_exception(error)

@@ -219,7 +219,8 @@ class Model(Base):
 
     def make_head(self):
         head = super().make_head()
-        head.output.weight = getattr(self, "table", None) and self.table.tokens.weight or head.output.weight
+        if hasattr(self, "table"):
+            head.output.weight = self.table.tokens.weight
         return head
 '''
 

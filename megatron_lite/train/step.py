@@ -202,8 +202,8 @@ class TrainStep:
         tokens = int(table[:, AT["tokens"]].sum())
         seconds = table[:, AT["seconds"]]
         return StepReport(
-            loss=float(table[:, AT["loss"]].sum()) * unscale,
-            aux_loss=float(table[:, AT["aux"]].sum()) * unscale,
+            loss=_sum(table[:, AT["loss"]]) * unscale,
+            aux_loss=_sum(table[:, AT["aux"]]) * unscale,
             grad_norm=norm,
             skipped=bad > 0,
             tokens=tokens,
@@ -230,3 +230,8 @@ class TrainStep:
                     "PREFIX.meta.json)"
                 )
 
+
+def _sum(column: Any) -> float:
+    """The sum over ranks, rounded once: zeros of ranks that have nothing to add do not change how the others are added."""
+    values = column.tolist()
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

@@ -134,7 +134,6 @@ ACCEPTED: dict[str, Accepted] = {
     "--optimizer": Accepted("the optimizer is AdamW", 1, only=("adam",)),
     "--dataloader-type": Accepted("the sampler goes through the data once an epoch", 1, only=("single",)),
     "--no-create-attention-mask-in-dataloader": Accepted("no mask is ever built; documents are given by offsets"),
-    "--no-mmap-bin-files": Accepted("token files are always memory-mapped; only touched pages are read"),
     "--data-cache-path": Accepted("no index is cached: the windows order needs none", 1),
     "--ckpt-format": Accepted(_ONE_FORMAT, 1),
     "--use-dist-ckpt": Accepted(_ONE_FORMAT),

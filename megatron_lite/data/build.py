@@ -76,6 +76,7 @@ def build_datasets(
         seed: of the sample order.
         vocab_size: true vocabulary size of the model.
         eod_id, fingerprint: of the tokenizer, where there is one.
+        mmap_bin: map token files into memory, or read what is needed.
     """
     if data.mock_data:
         return _mock(data, asked, seed, vocab_size, eod_id)

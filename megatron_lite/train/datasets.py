@@ -72,6 +72,7 @@ def open_data(config: RunConfig[Any], mesh: ProcessMesh, batch: BatchSchedule, s
         vocab_size=getattr(config.model, "vocab_size", None) or None,
         eod_id=None if tokenizer is None else tokenizer.eod_id,
         fingerprint=None if tokenizer is None else tokenizer.fingerprint,
+        mmap_bin=config.data.mmap_bin_files,
     )
     if found.problems:
         raise ConfigError(found.problems)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -58,12 +58,31 @@ class Sums:
     tokens: int
 
 
+class _Entrance(torch.autograd.Function):
+    """A scalar behind an output; its backward pass hands on the gradient that has come by message.
+
+    ``torch.autograd.backward`` takes a gradient too, but imports sympy to compare shapes: half a second of every rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, message: list[torch.Tensor]) -> torch.Tensor:
+        """A zero without a shape; nothing of the output is kept."""
+        ctx.message = message
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        """The gradient that is in the list by now."""
+        return ctx.message.pop(), None
+
+
 @dataclass
 class _Kept:
     """What a microbatch leaves on a stage between its forward and its backward pass."""
 
     source: torch.Tensor | None  # the input, whose gradient goes back
-    edge: GradientEdge | None  # of the output that was sent
+    edge: GradientEdge | None  # of the entrance behind the output that was sent
+    message: list[torch.Tensor]  # where the entrance finds the output's gradient
     objective: torch.Tensor | None  # scaled loss and auxiliary loss
 
 
@@ -220,13 +239,14 @@ class _Run:
         if out.aux_sum is not None:
             objective = out.aux_sum * scale if objective is None else objective + out.aux_sum * scale
             self.aux = _add(self.aux, out.aux_sum, scale)
-        edge = None
+        edge: GradientEdge | None = None
+        message: list[torch.Tensor] = []
         if out.hidden is not None:
             self._check_message(out.hidden, batch)
             self.results["forward", microbatch] = out.hidden.detach().contiguous()
-            edge = get_gradient_edge(out.hidden) if training else None
+            edge = get_gradient_edge(_Entrance.apply(out.hidden, message)) if training else None
         if training:
-            self.kept[microbatch] = _Kept(source, edge, objective)
+            self.kept[microbatch] = _Kept(source, edge, message, objective)
 
     def _backward(self, microbatch: int) -> None:
         if microbatch == len(self.batches) - 1:
@@ -235,14 +255,13 @@ class _Run:
         kept = self.kept.pop(microbatch)
         gradient = self._received("backward", microbatch)
         roots: list[torch.Tensor | GradientEdge] = []
-        seeds: list[torch.Tensor | None] = []
         if kept.edge is not None:
+            assert gradient is not None
+            kept.message.append(gradient)
             roots.append(kept.edge)
-            seeds.append(gradient)
         if kept.objective is not None and kept.objective.requires_grad:
             roots.append(kept.objective)
-            seeds.append(None)
-        torch.autograd.backward(roots, seeds)  # type: ignore[arg-type]
+        torch.autograd.backward(roots)  # type: ignore[arg-type]
         if kept.source is not None:
             gradient = kept.source.grad
             gradient = torch.zeros_like(kept.source) if gradient is None else gradient.contiguous()

@@ -109,6 +109,8 @@ def prepare(args: argparse.Namespace, info: RankInfo) -> Job:
     elif not prompts:
         problems.append(f"--prompts-file {args.prompts_file} holds no prompt")
     problems += [f"prompt {n} is empty: give at least one character" for n, p in enumerate(prompts, 1) if not p]
+    spoilt = [n for n, p in enumerate(prompts, 1) if any("\ud800" <= c <= "\udfff" for c in p)]
+    problems += [f"prompt {n} is not UTF-8" for n in spoilt]
     if args.max_new_tokens < 1:
         problems.append(f"--max-new-tokens {args.max_new_tokens}: at least 1")
     if min(tp, pp) < 1:

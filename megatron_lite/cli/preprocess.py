@@ -73,6 +73,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         p.error(f"unknown argument {flag}" + (f": did you mean {nearest}?" if nearest else ""))
     if args.workers < 1:
         p.error(f"--workers {args.workers}: give at least 1")
+    if not args.output_prefix.strip():
+        p.error("--output-prefix is given an empty text: give a path such as data/corpus")
     return args
 
 

@@ -7,7 +7,11 @@ touches a device or a process group; :func:`check_files` looks at the file syste
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import re
 import signal
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +49,7 @@ def check(config: RunConfig[Any], world_size: int, functions: Sequence[ProblemsF
         for function in functions:
             found += [p if isinstance(p, Problem) else Problem(str(p)) for p in function(config, layout)]
         found += _stage_problems(config, found)
+    found += value_problems(config, found)
     return _without_repeats(found)
 
 
@@ -72,6 +77,30 @@ def _layout(parallel: ParallelConfig, world_size: int) -> tuple[Layout | None, l
     except ConfigError as error:
         fits = min(tp, pp, cp) >= 1
         return (Layout(tp=tp, cp=cp, dp=1, pp=pp) if fits else None), error.problems
+
+
+def value_problems(config: RunConfig[Any], found: Sequence[Problem] = ()) -> list[Problem]:
+    """Values that no comparison refuses: NaN and infinity, and the empty text of a shell's unset variable.
+
+    An option that ``found`` has a word on is left to it. Infinity is allowed in a team's own model.
+    """
+    said = "\n".join(map(str, found)).replace("_", "-")
+    problems = []
+    for section in dataclasses.fields(config):
+        part = getattr(config, section.name)
+        if not dataclasses.is_dataclass(part):
+            continue
+        infinity = section.name == "model" and ":" in config.architecture
+        for option in dataclasses.fields(part):
+            value, flag = getattr(part, option.name), option.name.replace("_", "-")
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            if re.search(rf"(?<![a-z]){flag}(?![a-z-])", said):
+                continue
+            if any(isinstance(v, float) and (math.isnan(v) or (math.isinf(v) and not infinity)) for v in values):
+                problems.append(Problem(f"--{flag} {value}", rule="a finite number"))
+            if any(isinstance(v, str) and not v.strip() for v in values):
+                problems.append(Problem(f"--{flag} is given an empty text", nearest=f"a value, or leave --{flag} out"))
+    return problems
 
 
 def not_in_this_version(config: RunConfig[Any]) -> list[Problem]:
@@ -209,7 +238,23 @@ def check_files(config: RunConfig[Any]) -> list[Problem]:
     if load and not Path(load).is_dir() and not (save and Path(load).resolve() == Path(save).resolve()):
         rule = "only a --load that is the same as --save may be missing"
         found.append(Problem(f"--load {load}: no such directory", rule=rule))
+    for flag, directory in (("--save", save), ("--tensorboard-dir", config.logging.tensorboard_dir)):
+        reason = unwritable(Path(directory)) if directory else None
+        if reason:
+            found.append(Problem(f"{flag} {directory} cannot be written: {reason}", nearest=f"another {flag}"))
     return found
+
+
+def unwritable(directory: Path) -> str | None:
+    """Why no file can be written in a directory, made with its parents where it is not there; None: one can be."""
+    there = directory
+    try:
+        while not there.exists():
+            there = there.parent
+        with tempfile.TemporaryDirectory(prefix=".megatron_lite-", dir=there):
+            return None
+    except OSError as error:
+        return f"{there}: {error.strerror}"
 
 
 def prefixes(path: Sequence[str]) -> list[str]:

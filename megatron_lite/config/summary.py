@@ -7,6 +7,7 @@ intended differences (docs/configuration.md) that is in force under this configu
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,11 @@ def notices(config: RunConfig[Any]) -> list[str]:
         )
     if optimizer.lr_decay_style != "WSD" and (optimizer.lr_wsd_decay_iters or optimizer.lr_wsd_decay_samples):
         found.append("--lr-wsd-decay-iters and -samples have no effect without --lr-decay-style WSD")
+    if optimizer.lr_scaling_rule == "none" and optimizer.lr_scaling_base_batch:
+        found.append("--lr-scaling-base-batch has no effect without --lr-scaling-rule")
+    if training.manual_gc_interval and not training.manual_gc:
+        found.append("--manual-gc-interval has no effect without --manual-gc")
+    found += _model_notices(config.model)
     if not training.mask_padded_vocab:
         found.append(
             "--mask-padded-vocab off: padded rows start at zero, are trained and are stored in the checkpoint as "
@@ -102,6 +108,24 @@ def notices(config: RunConfig[Any]) -> list[str]:
     return found
 
 
+def _model_notices(model: Any) -> list[str]:
+    """Options of a transformer that another one has to turn on."""
+    found: list[str] = []
+    if not isinstance(model, TransformerConfig):
+        return found
+    default = {field.name: field.default for field in dataclasses.fields(model)}
+    scaling = [name for name in default if name.startswith("rope_scaling_")]
+    for names, on, switch in (
+        (["num_query_groups"], model.group_query_attention, "--group-query-attention"),
+        (["rotary_base", "rotary_percent"], model.position_embedding_type == "rope", "--position-embedding-type rope"),
+        (scaling, model.use_rope_scaling, "--use-rope-scaling"),
+    ):
+        given = ["--" + name.replace("_", "-") for name in names if not on and getattr(model, name) != default[name]]
+        if given:
+            found.append(f"{', '.join(given)}: no effect without {switch}")
+    return found
+
+
 def _output_notices(config: RunConfig[Any]) -> list[str]:
     checkpoint, logging, found = config.checkpoint, config.logging, []
     if config.data.mock_data and config.data.data_path:
@@ -110,6 +134,9 @@ def _output_notices(config: RunConfig[Any]) -> list[str]:
         found.append("nothing is saved: --save is not given")
     if checkpoint.keep_every and not checkpoint.keep_last:
         found.append("--keep-every has no effect without --keep-last: all checkpoints are kept")
+    steps = config.training.train_iters
+    if logging.profile and steps is not None and logging.profile_step_start >= steps:
+        found.append(f"--profile writes no trace: --profile-step-start {logging.profile_step_start} of {steps} steps")
     if not logging.tensorboard_dir:
         names = ("log_timers_to_tensorboard", "log_memory_to_tensorboard", "log_validation_ppl_to_tensorboard")
         given = ["--" + name.replace("_", "-") for name in names if getattr(logging, name)]

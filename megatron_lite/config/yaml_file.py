@@ -6,6 +6,7 @@ configuration: presets hold a model and the settings it is usually trained with.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,11 @@ def read_file(path: str) -> ConfigFile:
     except yaml.YAMLError as error:
         raise ConfigError([Problem(f"--config {path}: not YAML ({' '.join(str(error).split())})")]) from None
     found = ConfigFile(path)
-    if node is not None:
-        _read_sections(found, node)
+    try:
+        if node is not None:
+            _read_sections(found, node)
+    except yaml.YAMLError as error:  # a tag that names no type, an alias of itself
+        raise ConfigError([Problem(f"--config {path}: {' '.join(str(error).split())}")]) from None
     return found
 
 
@@ -103,8 +107,23 @@ def _pairs(found: ConfigFile, node: yaml.Node, where: str) -> list[tuple[str, in
     return pairs
 
 
+NOT_DECIMAL = re.compile(r"[-+]?0[0-9_]*[1-9a-zA-Z_]|.*:")
+# YAML 1.1 reads 016 as 14 and 1:30 as 90: numbers that are not plain decimals stay text here.
+_Loader: Any = type("_Loader", (yaml.SafeLoader,), {})
+
+
+def _number(loader: Any, node: yaml.ScalarNode) -> Any:
+    if NOT_DECIMAL.match(node.value):
+        return node.value
+    return loader.construct_yaml_int(node) if node.tag.endswith(":int") else loader.construct_yaml_float(node)
+
+
+for _tag in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _number)
+
+
 def _construct(node: yaml.Node) -> Any:
-    loader = yaml.SafeLoader("")
+    loader = _Loader("")
     try:
         return loader.construct_object(node, deep=True)
     finally:

@@ -5,6 +5,7 @@ Each problem is one sentence: what, the numbers, the rule, and the nearest value
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -43,6 +44,11 @@ def model_problems(
             f"{whole.num_blocks} blocks cannot fill {layout.pp * layout.virtual} pipeline stages "
             f"({layout.pp} ranks x {layout.virtual} virtual): every stage needs at least one"
         )
+    every = {spec.name for part in specs.values() for spec in part.values()}
+    for pattern in getattr(config, "no_weight_decay_patterns", ()):
+        if not any(fnmatchcase(name, pattern) for name in every):
+            near = ", ".join(sorted(every)[:3])
+            found.append(f"no-weight-decay-patterns: {pattern!r} matches no parameter; names are {near}, ...")
     if layout.tp > 1:
         names = [spec.name for part in specs.values() for spec in part.values() if spec.init is None]
         if names:

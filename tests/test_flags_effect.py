@@ -1,8 +1,9 @@
 """For each implemented flag, one observable that it changes.
 
-A case runs what the program itself runs (the model, the schedules, the layout, the tokenizer, ...) with and without the
-flag and compares what comes out. :data:`LATER` names the flags whose effect only a whole training run shows; it is to
-become empty as those cases move here. A flag that is in neither fails, so no new field can be without effect unnoticed.
+A :class:`Case` runs a part of what the program runs (the model, the schedules, the layout, the tokenizer, ...) with and
+without the flag and compares what comes out. A :class:`RunCase` does so with a whole training run of a tiny model: its
+numbers, files, exit code, and what ranks sent each other. A flag that has none of both fails, so no new field can be
+without effect unnoticed.
 """
 
 from __future__ import annotations
@@ -14,28 +15,32 @@ import shlex
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from flag_toys import RUN, Finished, finish, make_places
+from train_toys import info_here
 from whole_model import enlarge, make_whole, random_batch
 
 from megatron_lite.cli.environment import variables
-from megatron_lite.config import flags
-from megatron_lite.config.check import check, check_files
-from megatron_lite.config.derived import bucket_parameters, log_directory
+from megatron_lite.config import exit_codes, flags
+from megatron_lite.config.derived import bucket_parameters
 from megatron_lite.config.load import changed, load
-from megatron_lite.config.problem import format_problems
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.config.transformer import TransformerConfig
-from megatron_lite.data.splits import parse_split
 from megatron_lite.mesh.layout import Layout, layout_for
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.model.protocol import load_definition
 from megatron_lite.optim import from_config
 from megatron_lite.pipeline.partition import partition
 from megatron_lite.testing.layouts import Batches
+from megatron_lite.train import loop
 from megatron_lite.train.assemble import assemble, recompute
+from megatron_lite.train.build import backend_of
+from megatron_lite.train.datasets import tokenizer_of_run
 from megatron_lite.train.signals import SignalRequests
 from megatron_lite.train.step import HostNumbers
 
@@ -140,9 +145,24 @@ def layout(config: Config) -> Any:
     return layout_for(8, tp=tp, pp=pp)
 
 
-def findings(config: Config) -> str:
-    """What the check of the whole configuration says."""
-    return format_problems([*check(config, 1, [from_config.problems]), *check_files(config)])
+def tokens(config: Config) -> Any:
+    """Ids of a text that tells tokenizers apart, and the id that ends a document."""
+    tokenizer = tokenizer_of_run(config)
+    assert tokenizer is not None
+    text = "hello 1234 aB" if config.data.tokenizer_type != "GPT2BPETokenizer" else "abcab"
+    return tokenizer.encode(text), tokenizer.eod_id
+
+
+def patience(config: Config) -> Any:
+    """Minutes that a start may take, and seconds after which the watchdog speaks."""
+    told: list[float] = []
+    with (
+        mock.patch.object(loop, "start", lambda info, backend, minutes, *_, **__: told.append(minutes)),
+        mock.patch.object(loop, "Guard", lambda info, store, seconds, *_: told.append(seconds) or mock.Mock()),
+        mock.patch.object(loop, "build", mock.Mock(side_effect=ValueError("far enough"))),
+    ):
+        loop.train(config, info_here())
+    return told
 
 
 def on_signals(name: str) -> Observe:
@@ -172,6 +192,10 @@ SAMPLES = f"{BASE} --max-position-embeddings 16 --train-samples 1600 --global-ba
 SAMPLES_WSD = f"{SAMPLES} --lr-decay-style WSD --lr-wsd-decay-samples 320"
 STEPS = f"{LONG} --fp64 --attention-dropout 0 --hidden-dropout 0"
 RAMP_WD = f"{LONG} --weight-decay-incr-style linear"
+
+SENTENCE_PIECE = "--tokenizer-type SentencePieceTokenizer"
+TIKTOKEN = "--tokenizer-type TikTokenizer --vocab-size 1300 --tiktoken-pattern v2"
+GPT2 = f"{LONG} --tokenizer-type GPT2BPETokenizer --vocab-file {{vocab}} --merge-file {{merges}}"
 
 CASES: list[Case] = [
     # model
@@ -215,6 +239,8 @@ CASES: list[Case] = [
     Case("--decoder-last-pipeline-num-layers 1", stages, f"{LONG} --num-layers 6"),
     Case("--ddp-bucket-size 1000", lambda c: bucket_parameters(c.parallel, 2)),
     Case("--device cpu", lambda c: variables(c, gpu=True)),
+    Case("--distributed-backend nccl", backend_of, f"{LONG} --device cpu"),
+    Case("--distributed-timeout-minutes 3", patience),
     # training
     Case("--micro-batch-size 16", batch_sizes),
     Case("--global-batch-size 32", batch_sizes),
@@ -268,31 +294,139 @@ CASES: list[Case] = [
     Case("--hysteresis 5", scale, FP16),
     # data
     Case("--seq-length 8", loss),
-    Case("--split 1,1,1", lambda c: parse_split(c.data.split)),
-    # checkpoint and logging
-    Case("--load /no/such/directory", findings),
-    Case("--log-dir elsewhere", lambda c: log_directory(c, "now")),
+    Case("--tokenizer-type Llama2Tokenizer", tokens, f"{LONG} {SENTENCE_PIECE} --tokenizer-model {{sp}}"),
+    Case("--tokenizer-model {sp2}", tokens, f"{LONG} {SENTENCE_PIECE} --tokenizer-model {{sp}}"),
+    Case("--tiktoken-pattern v1", tokens, f"{LONG} {TIKTOKEN} --tokenizer-model {{tik}}"),
+    Case("--vocab-file {vocab2}", tokens, GPT2),
+    Case("--merge-file {merges2}", tokens, GPT2),
+    Case("--eod-token <eod>", tokens, GPT2),
 ]
 
-# Flags whose effect is seen in a whole run: steps, saves, loads, files written.
-LATER: frozenset[str] = frozenset(
-    shlex.split(
-        """
-        --sequence-parallel --zero-stage --pipeline-schedule --overlap-grad-reduce --distributed-backend
-        --distributed-timeout-minutes --manual-gc --manual-gc-interval --on-nan --exit-interval
-        --exit-duration-in-mins --grad-reduce-in-bf16 --data-path --train-data-path --valid-data-path
-        --test-data-path --mock-data --sample-order --document-mask --eod-mask-loss --num-workers
-        --tokenizer-type --tokenizer-model --tiktoken-pattern --vocab-file --merge-file --eod-token
-        --eval-interval --eval-iters --skip-train --save --save-interval --save-interval-minutes --keep-last
-        --keep-every --save-optim --ckpt-step --load-optim --finetune --exit-on-missing-checkpoint
-        --use-checkpoint-args --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler
-        --log-interval --log-params-norm --log-num-zeros-in-grad --tensorboard-dir --log-timers-to-tensorboard
-        --log-memory-to-tensorboard --log-validation-ppl-to-tensorboard --wandb-project --wandb-exp-name
-        --check-weight-hash-across-dp-replicas-interval
-        --wandb-save-dir --profile --profile-step-start --profile-step-end --profile-ranks --peak-tflops
-        """
-    )
-)
+TP, PP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+DATA = f"{RUN} --data-path {{data}}"
+EVERY = "--eval-iters 1 --eval-interval 2"
+EVAL = f"{DATA} {EVERY}"
+SAVE = f"{DATA} --save {{scratch}}/save"
+LOAD = f"{DATA} --load {{checkpoint}} --train-iters 6 --lr-decay-iters 4"
+BOARD = f"{DATA} --log-interval 1 --tensorboard-dir {{scratch}}/board"
+WANDB = f"{DATA} --wandb-project mine"
+PROFILED = "--profile-step-start 1 --profile-step-end 3"
+
+
+def inside(name: str) -> Callable[[Finished], Any]:
+    """What was seen inside the run."""
+    return lambda done: done.inside[name]
+
+
+def losses(done: Finished) -> list[float]:
+    return done.losses
+
+
+def evaluations(done: Finished) -> list[tuple[int, str, float]]:
+    return done.evaluations
+
+
+def saved(done: Finished) -> list[str]:
+    return done.saved
+
+
+def board(done: Finished) -> set[str]:
+    return done.board
+
+
+def first_step(done: Finished) -> int:
+    return min(done.steps, default=0)  # none where the checkpoint is of the last step
+
+
+def keys(done: Finished) -> set[str]:
+    """Names of the numbers of a step."""
+    return set(done.steps[1])
+
+
+def rates_of(done: Finished) -> list[float]:
+    """Learning rates."""
+    return [record["learning_rate"] for record in done.steps.values()]
+
+
+@dataclass(frozen=True)
+class RunCase:
+    """``flag`` (with values, as typed) added to ``base`` changes what is ``seen`` of a whole run.
+
+    ``{name}`` in the text stands for a place of :func:`flag_toys.make_places`; steps in ``bad`` are not finite.
+    """
+
+    typed: str
+    seen: Callable[[Finished], Any]
+    base: str = DATA
+    ranks: int = 1
+    bad: tuple[int, ...] = ()
+
+
+RUNS: list[RunCase] = [
+    # parallel
+    RunCase("--sequence-parallel", inside("traffic"), f"{DATA} {TP}", ranks=2),
+    RunCase("--zero-stage 1", inside("memory"), ranks=2),
+    RunCase("--pipeline-schedule gpipe", inside("schedules"), f"{DATA} {PP}", ranks=2),
+    RunCase("--overlap-grad-reduce", inside("early buckets"), ranks=2),
+    # training
+    RunCase("--manual-gc", inside("collections"), EVAL),
+    RunCase("--manual-gc-interval 1", inside("collections"), f"{DATA} --manual-gc"),
+    RunCase("--on-nan skip", lambda r: (r.code, len(r.steps)), bad=(2,)),
+    RunCase("--exit-interval 2", lambda r: (r.code, len(r.steps))),
+    RunCase("--exit-duration-in-mins 0.0000001", lambda r: (r.code, len(r.steps))),
+    RunCase("--check-weight-hash-across-dp-replicas-interval 2", inside("replica checks")),
+    RunCase("--grad-reduce-in-bf16", inside("traffic"), ranks=2),
+    # data
+    RunCase("--data-path {other}", losses),
+    RunCase("--train-data-path {other}", losses, f"{RUN} --train-data-path {{data}}"),
+    RunCase("--valid-data-path {other}", evaluations, f"{RUN} {EVERY} --train-data-path {{data}}"),
+    RunCase("--test-data-path {other}", evaluations, f"{RUN} {EVERY} --train-data-path {{data}}"),
+    RunCase("--split 1,0,0", evaluations, EVAL),
+    RunCase("--mock-data", losses),
+    RunCase("--sample-order megatron", losses),
+    RunCase("--document-mask off", losses),
+    RunCase("--eod-mask-loss", losses, f"{DATA} --document-mask off"),
+    RunCase("--num-workers 0", inside("workers")),
+    RunCase("--no-mmap-bin-files", inside("mapped")),
+    # evaluation
+    RunCase("--eval-interval 1", evaluations, EVAL),
+    RunCase("--eval-iters 2", evaluations, EVAL),
+    RunCase("--skip-train", lambda r: (len(r.steps), len(r.evaluations)), EVAL),
+    # checkpoints
+    RunCase("--save {scratch}/save", saved),
+    RunCase("--save-interval 2", saved, SAVE),
+    RunCase("--save-interval-minutes 0.0000001", saved, SAVE),
+    RunCase("--keep-last 1", saved, f"{SAVE} --save-interval 1"),
+    RunCase("--keep-every 2", saved, f"{SAVE} --save-interval 1 --keep-last 1"),
+    RunCase("--no-save-optim", lambda r: r.kinds, SAVE),
+    RunCase("--load {checkpoint}", first_step),
+    RunCase("--ckpt-step 2", first_step, LOAD),
+    RunCase("--no-load-optim", losses, LOAD),
+    RunCase("--finetune", first_step, LOAD),
+    RunCase("--exit-on-missing-checkpoint", lambda r: r.code, f"{SAVE} --load {{scratch}}/save"),
+    RunCase("--use-checkpoint-args", lambda r: r.code, f"{LOAD} --num-layers 3"),
+    RunCase("--override-opt-param-scheduler", lambda r: (r.code, rates_of(r)), f"{LOAD} --lr 0.02"),
+    RunCase("--use-checkpoint-opt-param-scheduler", lambda r: (r.code, rates_of(r)), f"{LOAD} --lr 0.02"),
+    # reports
+    RunCase("--log-interval 2", lambda r: r.text.count("step 2/4")),
+    RunCase("--log-dir {scratch}/elsewhere", lambda r: r.files, f"{DATA} --log-dir {{scratch}}/log"),
+    RunCase("--log-params-norm", keys),
+    RunCase("--log-num-zeros-in-grad", keys),
+    RunCase("--tensorboard-dir {scratch}/board", board, f"{DATA} --log-interval 1"),
+    RunCase("--log-timers-to-tensorboard", board, BOARD),
+    RunCase("--log-memory-to-tensorboard", board, BOARD),
+    RunCase("--log-validation-ppl-to-tensorboard", board, f"{BOARD} {EVERY}"),
+    RunCase("--wandb-project mine", inside("wandb")),
+    RunCase("--wandb-exp-name first", inside("wandb"), WANDB),
+    RunCase("--wandb-save-dir {scratch}/wandb", inside("wandb"), WANDB),
+    RunCase("--profile", inside("profiled"), f"{DATA} {PROFILED}"),
+    RunCase("--profile-step-start 2", inside("profiled"), f"{DATA} --profile {PROFILED}"),
+    RunCase("--profile-step-end 2", inside("profiled"), f"{DATA} --profile {PROFILED}"),
+    RunCase(
+        "--profile-ranks 1", lambda r: [f for f in r.files if "trace" in f], f"{DATA} --profile {PROFILED}", ranks=2
+    ),
+    RunCase("--peak-tflops 100", lambda r: [s["mfu"] is None for s in r.steps.values()]),
+]
 
 
 FIELDS = flags.field_flags(TransformerConfig)
@@ -300,7 +434,12 @@ IMPLEMENTED = [f for f in FIELDS if f not in flags.ABSENT]
 POSITIVE = {f.negative: f.flag for f in FIELDS.values() if f.negative}
 
 
-def flag_of(case: Case) -> str:
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return make_places(tmp_path_factory.mktemp("places"))
+
+
+def flag_of(case: Case | RunCase) -> str:
     """The positive name of a case's flag."""
     typed = shlex.split(case.typed)[0]
     return POSITIVE.get(typed, typed)
@@ -318,25 +457,46 @@ def without_flag(base: str, observe: Observe) -> Any:
     return observe(base_config(base))
 
 
+@functools.cache
+def base_run(base: str, ranks: int, scratch: Path, bad: tuple[int, ...]) -> Finished:
+    """A run without the flag."""
+    return finish(base, ranks, scratch, bad)
+
+
 @pytest.mark.parametrize("flag", IMPLEMENTED)
 def test_every_implemented_flag_has_a_case(flag: str) -> None:
-    cases = [case for case in CASES if flag_of(case) == flag]
-    assert len(cases) + (flag in LATER) == 1, f"{flag}: exactly one case, or a place in LATER"
+    assert [flag_of(case) for case in [*CASES, *RUNS]].count(flag) == 1
 
 
 def test_no_case_is_of_an_unknown_flag() -> None:
-    assert {flag_of(case) for case in CASES} | LATER == set(IMPLEMENTED)
+    assert {flag_of(case) for case in [*CASES, *RUNS]} == set(IMPLEMENTED)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.typed)
-def test_the_flag_has_its_effect(case: Case) -> None:
-    with_flag = load(shlex.split(case.base) + shlex.split(case.typed)).config
-    assert with_flag != base_config(case.base), "the flag does not reach the configuration"
-    assert case.observe(with_flag) != without_flag(case.base, case.observe)
+def test_the_flag_has_its_effect(case: Case, places: dict[str, str]) -> None:
+    base = case.base.format(**places)
+    with_flag = load(shlex.split(base) + shlex.split(case.typed.format(**places))).config
+    assert with_flag != base_config(base), "the flag does not reach the configuration"
+    assert case.observe(with_flag) != without_flag(base, case.observe)
 
 
-def test_cases_repeat() -> None:
+@pytest.mark.parametrize("case", RUNS, ids=lambda case: case.typed)
+def test_the_flag_has_its_effect_on_a_run(case: RunCase, places: dict[str, str]) -> None:
+    base, scratch = case.base.format(**places), Path(places["scratch"])
+    before = base_run(base, case.ranks, scratch, case.bad)
+    with_flag = finish(f"{base} {case.typed.format(**places)}", case.ranks, scratch, case.bad)
+    assert with_flag.code in CODES, with_flag
+    assert case.seen(with_flag) != case.seen(before)
+
+
+CODES = (exit_codes.DONE, exit_codes.LIMIT, exit_codes.CONFIGURATION)  # what a flag may make of a run here
+
+
+def test_cases_repeat(places: dict[str, str]) -> None:
     """What is observed is a function of the configuration alone, so a difference comes from the flag."""
     config = load(shlex.split(SCALED)).config
     for observe in (loss, specs, rates, scale, batch_sizes):
         assert observe(config) == observe(dataclasses.replace(config))
+    first, second = (finish(EVAL.format(**places), 1, Path(places["scratch"])) for _ in range(2))
+    assert (first.steps, first.evaluations, first.files) == (second.steps, second.evaluations, second.files)
+    assert first.inside == second.inside and len(first.steps) == 4 and len(first.evaluations) == 3

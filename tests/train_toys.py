@@ -90,6 +90,8 @@ def train_here(
     """
     info = info_here()
     guard = Guard(info, None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
@@ -104,11 +106,12 @@ def train_here(
         if code_of(error) == 1:
             raise
         return Outcome(code_of(error), str(error), None, printed.getvalue())
+    finally:
+        torch.set_num_threads(threads)
 
 
 def several_here(runs: list[tuple[Any, ...]]) -> list[Outcome]:
     """Several trainings, one after the other, each given as the arguments of :func:`train_here`."""
-    torch.set_num_threads(1)
     return [train_here(*run) for run in runs]
 
 

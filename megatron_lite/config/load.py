@@ -219,6 +219,7 @@ def print_help(base: RunConfig[Any], model_config: type, prog: str) -> None:
         tyro.cli(_parser_type(model_config), args=["--help"], default=base, prog=prog)
     print(
         "  --config FILE.yaml   read options from a file (may be given several times; flags win)\n"
+        "  --check-only N       check everything for N ranks, print what a start would say, and start nothing\n"
         "  Other names and Megatron-LM's flags without effect are listed in docs/configuration.md."
     )
 

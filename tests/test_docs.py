@@ -36,7 +36,7 @@ for name, part in (('train', files[:-10]), ('heldout', files[-10:])):
     with open(f'corpus/{name}.jsonl', 'w') as f:
         f.writelines(json.dumps({'text': p.read_text()}) + '\\n' for p in part)
 PY"""
-# (pattern, what is run instead). The long forms: tests/test_quickstart.py, tests/test_cluster_script.py, the whole run.
+# (pattern, what is run instead). The long forms: tests/test_quickstart.py, tests/test_examples_cluster.py, the whole run.
 SHORT = (
     (r"bash examples/quickstart\.sh", "bash -n examples/quickstart.sh"),
     (r"(bash examples/pretrain_gpt_tp8_pp4\.sh --cpu-demo)", r"\1 --print-flags"),

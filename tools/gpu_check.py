@@ -71,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     total = args.seconds or TOTAL_SECONDS * factor
     if args.part is not None:
         return run_part(args.part, device, total, args.result)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through the finally that ends a part
     facts = machine(device)
     if facts is None:
         print("gpu_check: torch sees no NVIDIA GPU here; --cpu runs the parts that need none", file=sys.stderr)
@@ -173,7 +174,9 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 def run_part(name: str, device: str, seconds: float, path: Path | None) -> int:
     """In the process of a part: run it, and write what it found, also when it raises."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-    from gpu.part import Outcome, Settings, Skipped
+    from gpu.part import Outcome, Settings, Skipped, prepare_process
+
+    prepare_process(device)
 
     result: dict[str, Any] = {"status": "failed", "reason": "it was ended", "traceback": ""}
 

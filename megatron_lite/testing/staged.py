@@ -111,11 +111,12 @@ class _Lane:
     random: random.Random
     jobs: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue)
     stream: torch.cuda.Stream | None = None
+    device: torch.device | None = None  # the stream's
 
     def serve(self) -> None:
         """Do jobs in order until there is a None. After a failure the others fail too."""
         if self.stream is not None:
-            torch.cuda.set_device(self.stream.device)
+            torch.cuda.set_device(self.device)
         failed: BaseException | None = None
         while (job := self.jobs.get()) is not None:
             try:
@@ -271,7 +272,7 @@ class StagedGroup(_ProcessGroup):  # type: ignore[misc]
         job = _Job(StagedWork(kind, kind in self._options.forget), inputs, outputs, poisoned, run)
         if self._thread is None:
             if device.type == "cuda":
-                self._lane.stream = torch.cuda.Stream(device)
+                self._lane.stream, self._lane.device = torch.cuda.Stream(device), device
             self._thread = threading.Thread(target=self._lane.serve, name="staged", daemon=True)
             self._thread.start()
         stream = self._lane.stream

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from megatron_lite.mesh.local import die_with_parent
+from megatron_lite.ops.op import FallbackNotice
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,14 @@ class Settings:
     def time_is_short(self) -> bool:
         """Whether no further long piece of work should begin."""
         return time.monotonic() - self.began > 0.75 * self.seconds
+
+
+def prepare_process(device: str) -> None:
+    """For the process of a part: it ends with the check, says each notice to the report only, and shares a CPU fairly."""
+    die_with_parent()
+    warnings.simplefilter("ignore", FallbackNotice)
+    if device == "cpu":
+        torch.set_num_threads(1)
 
 
 class Skipped(Exception):

@@ -204,7 +204,7 @@ def test_files_and_tests_that_are_named_exist(page: Path) -> None:
 
 OF_OTHERS = {"--nproc-per-node", "--shutdown-timeout", "--extra-index-url", "--flag", "--no-flag", "--node-rank", "--nnodes"}
 OF_OTHERS |= {"--rdzv-backend", "--rdzv-endpoint", "--requeue", "--signal", "--ntasks-per-node", "--gpus-per-node", "--nodes"}
-OF_OTHERS |= {"--nightly", "--help", "--reset-", "--monitor-interval", "--max-restarts", "--log-dir"}
+OF_OTHERS |= {"--gpus-per-task", "--gpu-bind", "--nightly", "--help", "--reset-", "--monitor-interval", "--max-restarts", "--log-dir"}
 
 
 @cache

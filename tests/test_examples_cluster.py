@@ -226,7 +226,7 @@ def test_flags_are_checked_before_anything_starts(tmp_path: Path) -> None:
     script = edited(tmp_path / "checkout", NODE_ADDRESSES=f"({HOST} b c)", NODES="3")
     done = start(script, "--no-bf16", "--num-attention-heads", "36", path=programs(tmp_path / "bin", "8"))
     assert done.returncode == exit_codes.CONFIGURATION and "Traceback" not in done.stderr, done.stderr
-    for part in ("24 ranks", "36", "/data/corpus_text_document.bin", "/data/gpt2-vocab.json"):
+    for part in ("24 processes", "36", "/data/corpus_text_document.bin", "/data/gpt2-vocab.json"):
         assert part in done.stderr, done.stderr
 
 

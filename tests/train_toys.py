@@ -246,6 +246,17 @@ class Launched:
             self.kill()
             raise AssertionError(f"not done within {seconds} s:\n{self.output}") from None
 
+    def family(self) -> list[int]:
+        """Processes that this one started, and theirs, at any depth; itself too."""
+        parents: dict[int, int] = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        found = [self.process.pid]
+        for pid in found:  # grows while it is walked through
+            found += [child for child, parent in parents.items() if parent == pid]
+        return found
+
     def ranks(self) -> list[int]:
         """The processes of the ranks, in order of rank."""
         found = {}

@@ -55,7 +55,10 @@ def test_whole_tables(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_a_teams_own_model_gets_tiny_sizes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(EXAMPLES)
-    assert main(["check", "my_model:MyModel", "--max-ranks", "2", "--model.logit-cap", "5"]) == 0
+    assert (
+        main(["check", "my_model:MyModel", "--max-ranks", "2", "--global-batch-size", "4", "--model.logit-cap", "5"])
+        == 0
+    )
     rows = table(capsys.readouterr().out)
     assert len(rows) == 9 and all(re.fullmatch(EQUAL, verdict) for verdict in rows.values())
     model = check._model("my_model:MyModel", ["--model.num-layers", "3", "--model.hidden_size=64"], check_sizes())
@@ -108,7 +111,8 @@ def test_fields_without_a_default(
 
 @pytest.mark.parametrize("name", ["shared_block:SharedModel", "parallel_block:ParallelBlockModel"])
 def test_foreign_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", f"foreign.{name}", "--max-ranks", "2"]) == 0
+    small = "--max-ranks 2 --global-batch-size 6 --model.num-layers 2"
+    assert main(["check", f"foreign.{name}", *small.split()]) == 0
     rows = table(capsys.readouterr().out)
     assert len(rows) == 9 and all(re.fullmatch(EQUAL, verdict) for verdict in rows.values()), rows
 
@@ -232,7 +236,7 @@ class Model(Base):
         (
             FORGETS_A_PARTIAL_SUM,
             {"tp 2": check.OPTIONS[1:2]},
-            "gradient of step 1 differs .*: blocks.3.mlp_norm.weight .* and 1 of 39 more",
+            r"gradient of step 1 differs [^:]*: blocks.1.mlp_norm.weight \([^)]*\), blocks.0.mlp_norm.weight \([^)]*\)$",
         ),
         (MEAN_INSTEAD_OF_SUM, {"tp 1 x pp 1 x dp 2": check.OPTIONS}, "losses of step 1"),
         (DRAWS_AT_RANDOM, {"tp": check.OPTIONS}, "losses of step 1"),
@@ -251,7 +255,8 @@ def test_a_wrong_model_is_not_equal(
 ) -> None:
     name = "wrong_" + re.sub(r"\W", "_", request.node.callspec.id)
     write(tmp_path, name, BASE + text, monkeypatch)
-    assert main(["check", f"{name}:Model", "--max-ranks", "2"]) == 1
+    small = "--max-ranks 2 --num-layers 2 --global-batch-size 6"
+    assert main(["check", f"{name}:Model", *small.split()]) == 1
     out = capsys.readouterr().out
     ((start, options),) = wrong.items()
     titles = [title for title, _, _ in options]

@@ -33,8 +33,9 @@ def apply_hooks(hooks: dict[str, Any], rank: int) -> None:
     """Change the program in this rank.
 
     Keys of ``hooks``:
-        slow_step, slow_eval, slow_save: seconds that each step, batch of an evaluation, or writing of a checkpoint takes
-            longer; ``SAVING n`` and ``EVALUATING`` are printed when the waiting begins.
+        slow_step, slow_eval, slow_save, slow_data: seconds that each step, batch of an evaluation, writing of a checkpoint
+            or opening of the data takes longer; ``SAVING n``, ``EVALUATING`` and ``OPENING`` are printed when the waiting
+            begins.
         hang_seconds: of the watchdog.
         hang: {rank, step}: sleep for ever in this step.
         fail: {rank, where, kind}: raise an exception of this kind; where is ``arguments``, ``data``, ``step 3``,
@@ -90,6 +91,13 @@ def apply_hooks(hooks: dict[str, Any], rank: int) -> None:
                 ctypes.CDLL(None).usleep(int(1e6 * min(left, 0.5)))
 
         wrap(save, "write_fragment", slow)
+    if "slow_data" in hooks:
+
+        def slow_data(*args: Any, **kwargs: Any) -> None:
+            print("OPENING", flush=True)
+            time.sleep(hooks["slow_data"])
+
+        wrap(build, "open_data", slow_data)
     if "slow_eval" in hooks:
 
         def slow_batch(*args: Any, **kwargs: Any) -> None:

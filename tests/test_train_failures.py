@@ -123,6 +123,13 @@ def test_a_killed_launcher(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
+def test_a_hang_of_a_single_process(tmp_path: Path) -> None:
+    flags = f"{FLAGS} --log-dir {tmp_path}/log"
+    with job(1, flags, tmp_path / "job", hang={"rank": 0, "step": 2}, hang_seconds=1.5) as run:
+        assert run.codes(40) == [exit_codes.HANG]
+        assert "rank 0 on" in last_line(run.output) and "hang-rank00000.txt" in last_line(run.output), run.output
+
+
 def test_a_hang_ends_with_a_place(tmp_path: Path) -> None:
     """A rank that sleeps in step 2: code 4, and the stacks of every rank."""
     hang = {"rank": 1, "step": 2}
@@ -135,9 +142,10 @@ def test_a_hang_ends_with_a_place(tmp_path: Path) -> None:
 
 
 def test_slow_is_not_hung(tmp_path: Path) -> None:
-    """A save and an evaluation that each take longer than the watchdog's patience, in pieces that do not."""
+    """An evaluation in pieces that together take longer than the watchdog's patience, and data that are slow to open."""
     flags = f"{MOCK} --train-iters 3 --save {tmp_path}/save --eval-iters 4 --eval-interval 1 --log-dir {tmp_path}/log"
-    with job(2, flags, tmp_path / "job", slow_eval=0.8, slow_step=0.8, hang_seconds=2.5) as run:
+    hooks = {"slow_eval": 0.8, "slow_step": 0.8, "slow_data": 4, "hang_seconds": 2.5}
+    with job(2, flags, tmp_path / "job", **hooks) as run:
         assert run.codes(60) == [0, 0], run.output
 
 

@@ -141,6 +141,15 @@ def test_a_skipped_step_moves_the_data_and_not_the_schedules(data: str, tmp_path
     assert (progress["consumed_samples"], progress["scheduled_samples"]) == (32, 20)
 
 
+def test_one_step_at_a_time(data: str, tmp_path: Path) -> None:
+    """Interrupted after every step, over the border of an epoch and of the ramp."""
+    flags = f"{data} --fp64 {DROPOUT} {RAMP} --train-iters {STEPS}"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trained(2, f"{flags} {ZERO} --save {whole}", *[f"{flags} {ZERO} --save {parts} --load {parts} --exit-interval 1"] * STEPS)
+    assert_same_run(whole, parts, STEPS)
+    assert [steps_of(parts)[s]["run"] for s in range(1, STEPS + 1)] == list(range(STEPS))
+
+
 LAYOUTS = [
     (2, f"{PP} --micro-batch-size 2"),
     (2, ZERO),

@@ -66,6 +66,17 @@ def test_a_signal_without_a_place_to_save(tmp_path: Path) -> None:
         assert "there is no --save" in run.output
 
 
+def test_signals_during_start_up(tmp_path: Path) -> None:
+    """A request to save does not end a run that has nothing to save yet; one to stop does, before the first step."""
+    save = tmp_path / "save"
+    with job(2, f"{FLAGS} --save {save}", tmp_path / "job", slow_data=1) as run:
+        run.wait_for("OPENING")
+        run.send("USR2", 0)
+        run.send("USR1", 1)
+        assert run.codes() == [exit_codes.SIGNAL] * 2, run.output
+        assert "stopped before the first step" in run.output and not complete(save)
+
+
 def test_a_save_signal_goes_on(whole: Path, tmp_path: Path) -> None:
     """USR2 twice: two checkpoints more, the run goes on, and nothing in it changes."""
     save = tmp_path / "save"

@@ -28,7 +28,7 @@ from megatron_lite.tensor.spec import Rectangle
 from megatron_lite.testing.ranks import run_ranks
 from megatron_lite.train.build import Built, build
 from megatron_lite.train.guard import Guard
-from megatron_lite.train.loop import code_of
+from megatron_lite.train.loop import code_of, requests
 from megatron_lite.train.metrics import read_lines
 from megatron_lite.train.training import Training
 
@@ -94,11 +94,12 @@ def train_here(
     torch.set_num_threads(1)
     printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), contextlib.ExitStack() as closing:
             loaded, _ = prepare(read(shlex.split(argv)), info, {})
-            built = build(loaded.config, info, "gloo", guard)
-            training = Training(loaded.config, info, built, guard, os.getppid(), began=time.monotonic())
-            built.training = training  # type: ignore[attr-defined]
+            built = build(loaded.config, info, "gloo", guard, closing)
+            signals = requests(loaded.config, guard)
+            began = time.monotonic()
+            training = Training(loaded.config, info, built, guard, signals, parent=os.getppid(), began=began)
             with contextlib.nullcontext() if patch is None else patch(built, *args):
                 code = training.run()
         return Outcome(code, "", getattr(built, "found", None), printed.getvalue())

@@ -147,7 +147,8 @@ def start_part(part: Part, device: str, seconds: float) -> dict[str, Any]:
         path = Path(folder) / "result.json"
         command = [sys.executable, str(Path(__file__).resolve()), "--part", part.name, "--result", str(path)]
         command += ["--seconds", f"{seconds:.1f}", *(["--cpu"] if device == "cpu" else [])]
-        process = subprocess.Popen(command, start_new_session=True)
+        one_thread = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}  # ranks and other work share the cores
+        process = subprocess.Popen(command, start_new_session=True, env={**os.environ, **one_thread})
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -176,7 +177,7 @@ def run_part(name: str, device: str, seconds: float, path: Path | None) -> int:
     sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
     from gpu.part import Outcome, Settings, Skipped, prepare_process
 
-    prepare_process(device)
+    prepare_process()
 
     result: dict[str, Any] = {"status": "failed", "reason": "it was ended", "traceback": ""}
 

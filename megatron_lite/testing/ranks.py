@@ -235,6 +235,7 @@ def _work(
                 world_size=n,
                 timeout=datetime.timedelta(seconds=timeout + 30),
             )
+            dist.barrier()  # a function that is over at once must not close connections that others still make
             return True, time.time(), function(*args)
         except BaseException as error:
             return False, time.time(), _story(error)

@@ -5,6 +5,7 @@ All ranks build together and decide alike: whatever is wrong is an error on ever
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ from megatron_lite.train.guard import Guard
 from megatron_lite.train.progress import Progress
 from megatron_lite.train.provenance import write_run_json
 from megatron_lite.train.report import Reporter, host_names
+
+PATIENCE = 6.0  # how much longer than a step it may take to index data, or to read a checkpoint from a busy disk
 
 
 def backend_of(config: RunConfig[Any]) -> str:
@@ -76,13 +79,19 @@ class Built:
 
 
 def build(
-    config: RunConfig[Any], info: RankInfo, backend: str, guard: Guard, environment: dict[str, str] | None = None
+    config: RunConfig[Any],
+    info: RankInfo,
+    backend: str,
+    guard: Guard,
+    closing: contextlib.ExitStack,
+    environment: dict[str, str] | None = None,
 ) -> Built:
     """Build and load everything. Collective over the job; the default group is open where there are several ranks.
 
     Args:
         config, info, backend: what, where and over which library.
         guard: hears what is being done, and where logs go.
+        closing: gets what has to be stopped however the run ends.
         environment: variables that we set, for run.json.
 
     Raises:
@@ -106,15 +115,16 @@ def build(
     last_step, samples = from_config.training_length(training, batch)
     rates = from_config.rates(training, config.optimizer, batch)
     scaler = from_config.loss_scaler(training, config.optimizer)
-    guard.beat("opening the data")
+    guard.beat("opening the data", PATIENCE)
     data = open_data(config, mesh, batch, last_step, samples)
+    closing.callback(data.close)
     found = resume.find_together(config, mesh)
     guard.beat("building the model")
     assembly = assemble(config, mesh, initialise=found is None)
     progress = Progress()
     notices: list[str] = []
     if found is not None:
-        guard.beat(f"loading {found.directory}")
+        guard.beat(f"loading {found.directory}", PATIENCE)
         facts = {"tokenizer": data.tokenizer_facts}
         progress, rates, found = resume.load(assembly, config, found, rates, scaler, notices.append, facts=facts)
         for first, end in progress.skipped_ranges:

@@ -76,7 +76,7 @@ class Guard:
     ) -> None:
         self.info, self._store, self.log_dir = info, store, log_dir
         self._hang_seconds = hang_seconds
-        self._beat, self._phase = time.monotonic(), "start-up"
+        self._beat, self._phase, self._patience = time.monotonic(), "start-up", 1.0
         self._poll = max(POLL_SECONDS, info.world_size / RANKS_PER_SECOND)
         self.last_word_seconds = max(2.0, 3 * self._poll)
         self._stop = threading.Event()
@@ -90,9 +90,12 @@ class Guard:
             self._store.set(f"{PROCESS_KEY}/{self.info.rank}", json.dumps([self.info.host, os.getpid()]))
         self._thread.start()
 
-    def beat(self, phase: str) -> None:
-        """A sign of life, with what comes next (shown when nothing comes after it)."""
-        self._beat, self._phase = time.monotonic(), phase
+    def beat(self, phase: str, patience: float = 1.0) -> None:
+        """A sign of life, with what comes next (shown when nothing comes after it).
+
+        ``patience``: how much longer than usual that may take.
+        """
+        self._beat, self._phase, self._patience = time.monotonic(), phase, patience
 
     def stop(self) -> None:
         """The job is done: watch no longer. Every rank calls it right after the last collective."""
@@ -184,7 +187,7 @@ class Guard:
         while not self._stop.wait(self._poll):
             if self._ending.locked():
                 return
-            if self._hang_seconds is not None and time.monotonic() - self._beat > self._hang_seconds:
+            if self._hang_seconds is not None and time.monotonic() - self._beat > self._hang_seconds * self._patience:
                 self._hang()
             if self._store is None:
                 continue

@@ -7,6 +7,7 @@ process (:mod:`megatron_lite.config.exit_codes`). What is built is in :mod:`mega
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from megatron_lite.mesh.local import RankInfo, leave, start
 from megatron_lite.train.build import backend_of, build
 from megatron_lite.train.guard import Guard, Store
 from megatron_lite.train.nonfinite import NonFiniteError
+from megatron_lite.train.signals import SignalRequests
 from megatron_lite.train.training import Training, UserError
 
 __all__ = ["backend_of", "train"]
@@ -54,9 +56,12 @@ def train(
     if not guards:
         watch(store)
     guard = guards[0]
+    signals = requests(config, guard)
+    signals.install()
+    closing = contextlib.ExitStack()
     try:
-        built = build(config, info, backend, guard, dict(environment or {}))
-        code = Training(config, info, built, guard, parent, began=began).run()
+        built = build(config, info, backend, guard, closing, dict(environment or {}))
+        code = Training(config, info, built, guard, signals, parent=parent, began=began).run()
     except BaseException as error:  # whatever it is, the other ranks must hear of it
         code = guard.fail(error, code_of(error))
         sys.stdout.flush()
@@ -64,10 +69,21 @@ def train(
         if info.world_size > 1:
             os._exit(code)  # communicators whose peers are gone may wait for them when they are torn down
         return code
+    finally:
+        signals.restore()
+        closing.close()  # last, since a thread that reads from a dead disk would keep an error waiting
     guard.stop()
     if store is not None:
         leave()
     return code
+
+
+def requests(config: RunConfig[Any], guard: Guard) -> SignalRequests:
+    """The signals that a run takes note of, from its start on."""
+    training = config.training
+    return SignalRequests(
+        training.exit_signals, training.save_signals, lambda name: guard.leave(f"{name} came again: exit at once")
+    )
 
 
 def code_of(error: BaseException) -> int:

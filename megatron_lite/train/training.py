@@ -43,21 +43,27 @@ class Training:
         config, info: what, and which rank this is.
         built: the objects of the run.
         guard: hears of every piece of progress.
+        signals: installed by the caller.
         parent: the process that started this one.
         began: when the program started (``time.monotonic``).
     """
 
     def __init__(
-        self, config: RunConfig[Any], info: RankInfo, built: Built, guard: Guard, parent: int, *, began: float
+        self,
+        config: RunConfig[Any],
+        info: RankInfo,
+        built: Built,
+        guard: Guard,
+        signals: SignalRequests,
+        *,
+        parent: int,
+        began: float,
     ) -> None:
-        self.config, self.info, self.guard, self.parent = config, info, guard, parent
+        self.config, self.info, self.guard, self.signals, self.parent = config, info, guard, signals, parent
         self.mesh, self.data, self.assembly, self.reporter = built.mesh, built.data, built.assembly, built.reporter
         self.batch, self.last_step, self.rates, self.scaler = built.batch, built.last_step, built.rates, built.scaler
         self.progress = built.progress
-        training, found = config.training, built.loaded
-        self.signals = SignalRequests(
-            training.exit_signals, training.save_signals, lambda name: guard.leave(f"{name} came again: exit at once")
-        )
+        found = built.loaded
         self.profiler = Profiler(config.logging, self.mesh.rank, built.log_dir)
         self._began, self._last_save_time = began, time.monotonic()
         self._last_saved = self.progress.step if found is not None else -1
@@ -70,22 +76,16 @@ class Training:
 
     def run(self) -> int:
         """Train (or evaluate only) to the end; returns the exit code. Every rank calls it and gets the same."""
-        self.signals.install()
         gc.collect()
         gc.freeze()
         gc.disable()
         try:
             code = self._evaluate_only() if self.config.evaluation.skip_train else self._train()
-        except NonFiniteError:
-            self.reporter.close()
-            raise
+            self.profiler.close()
         finally:
             gc.enable()
             gc.unfreeze()
-            self.signals.restore()
-        self.profiler.close()
-        self.data.close()
-        self.reporter.close()
+            self.reporter.close()  # what was measured up to an error is worth the most
         self.mesh.axis("world").barrier()
         self.guard.stop()
         self.assembly.gradients.close()
@@ -99,6 +99,9 @@ class Training:
         return STOPPED[self._evaluate(self.data.valid, "validation")]
 
     def _train(self) -> int:
+        if stop := agreed(self.mesh, self._stop_reason()):
+            self.reporter.say("stopped before the first step: there is nothing to save")
+            return STOPPED[stop]
         while self.progress.step < self.last_step and not self._data_end():
             try:
                 code = self._one_step()

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from gpu.equivalence_part import MODELS, SHARDED, tail
+from gpu.equivalence_part import SHARDED, models, tail
 from gpu.part import Outcome, Settings, Skipped
 from megatron_lite.mesh.layout import Layout
 from megatron_lite.testing.equal import Mismatch, RankResult, compare
@@ -38,15 +38,16 @@ def run(settings: Settings, outcome: Outcome) -> None:
     if count < 2:
         raise Skipped(f"NCCL needs two GPUs, {count} visible")
     outcome.say(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, {count} GPUs")
+    cases = models(settings)
     for key, options in (("llama", {"parallel": SHARDED}), ("tied, qk-norm, one kv head", {"parallel": SHARDED})):
-        want = reference_of(MODELS[key])
+        want = reference_of(cases[key])
         for layout in (*TWO, *(FOUR if count >= 4 else ())):
-            case = replace(MODELS[key], layout=layout, **options)
+            case = replace(cases[key], layout=layout, **options)
             if settings.time_is_short():
                 outcome.skip(f"{key}, {case.name}: the time was over")
                 continue
             try:
-                worst = compare(run_ranks(layout.world_size, on_rank, case, timeout=settings.seconds), want)
+                worst = compare(run_ranks(layout.world_size, on_rank, case, timeout=settings.patience), want)
             except (Mismatch, RankFailed, RankHang) as error:
                 outcome.check(False, f"{key}, {case.name}: {tail(error)}")
                 continue

@@ -6,12 +6,12 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron_lite.mesh.local import die_with_parent
-from megatron_lite.ops.op import FallbackNotice
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,25 @@ class Settings:
     @property
     def where(self) -> torch.device:
         """The device that tensors of this process lie on."""
+        import torch
+
         return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which ranks are taken to hang."""
+        return max(20.0, self.seconds / 3)
 
     def time_is_short(self) -> bool:
         """Whether no further long piece of work should begin."""
         return time.monotonic() - self.began > 0.75 * self.seconds
 
 
-def prepare_process(device: str) -> None:
-    """For the process of a part: it ends with the check, says each notice to the report only, and shares a CPU fairly."""
+def prepare_process() -> None:
+    """For the process of a part: it ends with the check, and ops that fall back say so in the report only."""
     die_with_parent()
-    warnings.simplefilter("ignore", FallbackNotice)
-    if device == "cpu":
-        torch.set_num_threads(1)
+    for text in (".*is passed over", "plain PyTorch runs in place of kernels"):
+        warnings.filterwarnings("ignore", message=text)
 
 
 class Skipped(Exception):

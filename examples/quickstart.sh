@@ -3,7 +3,8 @@
 #
 #     bash examples/quickstart.sh [--quick] [--out DIR]
 #
-#   --quick   a smaller corpus, tokenizer and model, in about a minute: shows that everything works, not what it can do
+#   --quick   a smaller corpus, tokenizer and model, in one to two minutes: shows that everything works, not what it can do
+#             (it does not ask whether the model uses its context)
 #   --out DIR where everything is written (default: quickstart-run beside examples/); what an earlier run left there is replaced
 #
 # An active environment that has torch >= 2.11 and the packages of setup.py is used as it is; otherwise .venv is made from
@@ -133,5 +134,4 @@ if [ "$failed" -ne 0 ]; then
     exit 1
 fi
 echo "All of it worked, in $SECONDS s. Everything is in $out; go on with:"
-printf '  %q' "$python" -m megatron_lite generate --load "$out/checkpoints" --prompt "import os"
-echo
+echo "  cd $(printf '%q ' "$root")&& $(printf '%q ' "$python" -m megatron_lite generate --load "$out/checkpoints" --prompt "import os")"

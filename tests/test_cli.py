@@ -92,6 +92,19 @@ def test_help_of_a_model_shows_its_defaults(capsys: pytest.CaptureFixture[str]) 
     assert "(default: RMSNorm)" in capsys.readouterr().out
 
 
+def test_help_of_a_teams_model_has_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--model", "examples.my_model:MyModel", "--help"])
+    assert "--model.logit-cap" in capsys.readouterr().out
+
+
+def test_an_unnamed_tokenizer_is_one_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    assert main(["train", *flags.split(), *"--lr 1 --train-iters 1 --mock-data".split()]) == exit_codes.CONFIGURATION
+    said = capsys.readouterr().err
+    assert "1 problem" in said and "--tokenizer-type HuggingFaceTokenizer" in said and "NullTokenizer" in said
+
+
 # --- subcommands ----------------------------------------------------------------------------------------------------
 
 

@@ -57,6 +57,8 @@ def test_first_differing_step(one: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert out[1] == "steps in common: 3 (2 to 4)"
     assert out[2] == "first difference: step 3, loss 2.0 | 2.000002 (relative 1e-06)"
     assert out[3] == "at step 4: loss 1.5 | 1.0"
+    assert out[4] == "largest relative difference of a step: loss 0.333 (step 4), grad_norm 0 (step 4)"
+    assert "--rtol" in out[5]
 
 
 def test_rtol_decides_what_counts(one: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from megatron_lite.config.derived import (
     precision,
 )
 from megatron_lite.config.document import document
-from megatron_lite.config.flags import SECTIONS, field_kinds, section_classes
+from megatron_lite.config.flags import OTHER_NAMES, SECTIONS, field_flags, field_kinds, section_classes
 from megatron_lite.config.load import (
     changed,
     from_dict,
@@ -114,9 +114,26 @@ def test_flags_reach_their_sections() -> None:
     assert config.optimizer.lr_decay_style == "cosine" and config.logging.profile_ranks == (0, 3)
 
 
-def test_the_last_of_repeated_flags_wins() -> None:
-    config = parse("--lr 1 --bf16 --lr 2 --no-bf16 --document-mask off --reset-position-ids")
+def test_the_last_of_repeated_flags_wins_and_the_others_are_named() -> None:
+    loaded = load("--lr 1 --bf16 --lr 2 --no-bf16 --seed 3 --document-mask off --seed 3 --reset-position-ids".split())
+    config = loaded.config
     assert config.optimizer.lr == 2 and not config.training.bf16 and config.data.document_mask
+    why = {"--lr 1": "--lr 2", "--bf16": "--no-bf16", "--no-document-mask": "--document-mask"}
+    assert dict(loaded.accepted) == {old: f"given again as {new}: the last one counts" for old, new in why.items()}
+
+
+def test_numbers_are_not_read_as_python_reads_them() -> None:
+    text = refused("--lr 1_0 --train-iters 1_000 --rampup-batch-size 1_0 2 3 --save 1_0")
+    assert text.startswith("3 problems") and "--lr 1_0: expected a number" in text, text
+    assert parse("--save 1_0 --lr 1e-3").checkpoint.save == "1_0"
+
+
+def test_names_of_other_programs_are_understood() -> None:
+    """Not as flags: as a hint, and each hint names a flag that exists."""
+    assert "unknown flag --learning-rate\n      try:     --lr" in refused("--learning-rate 3")
+    known = set(field_flags(LlamaConfig))
+    for name, ours in OTHER_NAMES.items():
+        assert ours in known and name not in known, (name, ours)
 
 
 def test_on_off() -> None:
@@ -430,6 +447,7 @@ BAD: list[tuple[str, int, tuple[str, ...]]] = [
     ("--profile --profile-step-start 5 --profile-step-end 5", 1, ("start 5, end 5",)),
     ("--profile --profile-ranks 0 1", 1, ("--profile-ranks names ranks that do not exist", "1 of 1 ranks")),
     ("--log-interval 0", 1, ("--log-interval 0",)),
+    ("--check-weight-hash-across-dp-replicas-interval 0", 1, ("--check-weight-hash-across-dp-replicas-interval 0",)),
     ("--device cpu --distributed-backend nccl", 1, ("--distributed-backend gloo",)),
 ]
 
@@ -457,6 +475,11 @@ def test_no_lr_and_no_length() -> None:
     assert "--lr is not given" in text and "train-iters None, train-samples None" in text
 
 
+def test_a_wrong_batch_hides_no_wrong_schedule() -> None:
+    text = problems(f"{GOOD} --micro-batch-size 3 --global-batch-size 8 --lr-warmup-iters 12")
+    assert "not divisible by micro-batch-size 3" in text and "warm-up of 96 samples" in text, text
+
+
 def test_problems_of_functions_are_problems() -> None:
     config = parse(GOOD)
     seen: list[Layout] = []
@@ -478,6 +501,14 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
     assert f"{tmp_path}/half.bin not found" in text and "there" not in text.split("half")[0].split("problems")[1]
     assert f"--load {tmp_path}/none: no such directory" in text
     assert not check_files(parse("--load same --save same"))
+    (tmp_path / "there_text_document.idx").touch()
+    for given, meant in (("there.bin", "there"), ("there.idx", "there"), ("there.jsonl", None)):
+        text = format_problems(check_files(parse(f"--train-data-path {tmp_path}/{given}")))
+        hint = f"try:     --train-data-path {tmp_path}/{meant}"
+        assert (hint in text) == (meant is not None), text
+    (tmp_path / "there.idx").unlink()
+    text = format_problems(check_files(parse(f"--data-path {tmp_path}/there")))
+    assert f"try:     --data-path {tmp_path}/there_text_document" in text
 
 
 def test_blends() -> None:

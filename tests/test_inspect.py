@@ -163,6 +163,9 @@ def test_command_finds_damage_of_a_dataset(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_command_on_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["inspect", ""])
+    assert left.value.code == 2 and "PATH is an empty text" in capsys.readouterr().err
     assert main(["inspect", str(tmp_path)]) == 2 and "holds no checkpoint" in capsys.readouterr().err
     assert (
         main(["inspect", str(tmp_path / "none")]) == 2

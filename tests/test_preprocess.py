@@ -286,7 +286,7 @@ def test_locale_does_not_matter(tmp_path: Path, workers: int) -> None:
     assert b".jsonl:3: not one JSON value (Expecting value at character 20)" in stopped.stderr
     done = subprocess.run([*command, "--skip-bad"], env=env, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert b"1 bad records were skipped: not one JSON value" in done.stdout
+    assert b"1 bad record was skipped: not one JSON value" in done.stdout
     dataset = IndexedDataset(tmp_path / "out_text_document")
     assert bytes(dataset.read(0, dataset.num_tokens).tolist()).decode() == "é 😀今天"
 
@@ -664,8 +664,8 @@ def test_tool_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     for part in (
         "2 documents, 5 tokens from",
-        "1 empty records were skipped",
-        "1 bad records were skipped: the tokenizer",
+        "1 empty record was skipped",
+        "1 bad record was skipped: the tokenizer",
     ):
         assert part in text
     assert "1 texts hold the end-of-document token themselves" in text and "MB/s" in text

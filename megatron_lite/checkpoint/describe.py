@@ -99,7 +99,10 @@ def text(found: dict[str, Any]) -> str:
             lines.append(f"  {name}: " + _settings(found[name]))
     config = found["config"] or {}
     if "architecture" in config:
-        lines.append(f"  model: {config['architecture']}, " + _settings(config.get("model", {})))
+        model = dict(config.get("model", {}))
+        if model.get("group_query_attention") is False:  # then its groups are not looked at
+            model.pop("num_query_groups", None)
+        lines.append(f"  model: {config['architecture']}, " + _settings(model))
     for name in ("training", "data"):
         if name in config:
             lines.append(f"  {name}: " + _settings(config[name]))

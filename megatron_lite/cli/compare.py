@@ -43,6 +43,13 @@ def first_difference(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]],
     return None
 
 
+def largest_differences(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]]) -> str:
+    """The worst relative difference of each field, and its step."""
+    common = sorted(a.keys() & b.keys())
+    worst = (max((relative_difference(a[s].get(field), b[s].get(field)), s, field) for s in common) for field in COMPARED)
+    return ", ".join(f"{field} {difference:.3g} (step {step})" for difference, step, field in worst)
+
+
 def draw(runs: Sequence[tuple[str, dict[int, dict[str, Any]]]], path: Path) -> None:
     """Loss and gradient norm over steps as a picture."""
     try:
@@ -118,6 +125,8 @@ def run(argv: Sequence[str]) -> int:
         print(f"first difference: step {step}, {field} {values} (relative {difference:.3g})")
         last = common[-1]
         print(f"at step {last}: loss {steps_one[last].get('loss')!r} | {steps_two[last].get('loss')!r}")
+        print(f"largest relative difference of a step: {largest_differences(steps_one, steps_two)}")
+        print("layouts round differently: --rtol 1e-5 asks whether two runs are equal apart from that")
     if args.plot is not None:
         draw([(str(args.runs[0]), steps_one), (str(args.runs[1]), steps_two)], args.plot)
         print(f"curves: {args.plot}")

@@ -57,6 +57,7 @@ def apply_early(argv: Sequence[str], environ: MutableMapping[str, str]) -> dict[
 
     Errors of the command line are left to the reading that follows.
     """
+    plain = [token for token in argv if token not in ("--help", "-h")]  # the help shows a team's options: not here
     with contextlib.suppress(ConfigError):
-        return apply(variables(load(argv, without_model=True).config, gpu_visible(environ)), environ)
+        return apply(variables(load(plain, without_model=True).config, gpu_visible(environ)), environ)
     return {}

@@ -24,6 +24,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--verify", action="store_true", help="read everything and compare checksums")
     args = parser.parse_args(argv)
+    if not args.path.strip():
+        parser.error("PATH is an empty text: give a directory of checkpoints, of one step, or the prefix of a dataset")
     path = Path(args.path)
     found, lines, good = _dataset(path, args.verify) if _is_dataset(path) else _checkpoint(path, args.verify)
     print(json.dumps(found, indent=1) if args.json else lines)

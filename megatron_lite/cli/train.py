@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_lite.cli.environment import apply_early
 from megatron_lite.config.check import ProblemsFunction, check, check_files, require
+from megatron_lite.config.check_io import tokenizer_problems
 from megatron_lite.config.exit_codes import DONE
 from megatron_lite.config.load import BUILTIN, Loaded, load, with_checkpoint_args
 from megatron_lite.config.problem import ConfigError, Problem
@@ -179,9 +180,11 @@ def prepare(loaded: Loaded, info: RankInfo, environment: dict[str, str]) -> tupl
 
     config, vocabulary_found = with_vocabulary(loaded.config)
     checked = config  # a tokenizer that cannot be read is one problem, not also a vocabulary that is missing
-    if vocabulary_found and config.model.vocab_size == 0:
-        checked = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=1))
-    require(check_files(config) + vocabulary_found + check(checked, info.world_size, problem_functions()))
+    vocabulary_found += tokenizer_problems(config)
+    if vocabulary_found and getattr(config.model, "vocab_size", None) == 0:
+        checked = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=2))
+    found = check_files(config) + vocabulary_found + check(checked, info.world_size, problem_functions())
+    require(list(dict.fromkeys(found)))
     loaded, parallel = dataclasses.replace(loaded, config=config), config.parallel
     layout = layout_for(
         info.world_size,

@@ -2,17 +2,21 @@
 
 This runs before tyro: it rewrites aliases into flags of ours, takes out what is accepted without effect, and refuses
 what is not in this version, out of scope or unknown, all of it at once. What it leaves are flags of the schema, which
-tyro converts. As in Megatron-LM, the last of repeated flags wins, and ``_`` and ``-`` in names are the same.
+tyro converts. As in Megatron-LM, the last of repeated flags wins (the start says so), and ``_`` and ``-`` in names
+are the same.
 """
 
 from __future__ import annotations
 
+import re
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_lite.config import flags
 from megatron_lite.config.flags import MANY, FieldFlag
 from megatron_lite.config.problem import Problem, nearest_name
+from megatron_lite.config.values import describe
 
 
 @dataclass
@@ -91,7 +95,7 @@ def read(argv: Sequence[str], model_config: type) -> CommandLine:
             _field(line, fields[flag], values)
         elif flag in negatives:
             if _count(line, flag, values, 0):
-                line.given[negatives[flag].flag] = ["off"]
+                _set(line, negatives[flag], ["off"])
         elif flag in flags.ALIASES:
             _alias(line, flag, values, fields)
         elif flag in flags.ACCEPTED:
@@ -114,12 +118,34 @@ def _field(line: CommandLine, field_flag: FieldFlag, values: list[str]) -> None:
     flag = field_flag.flag
     if field_flag.name in flags.ON_OFF and len(values) == 1:
         if values[0] in ("on", "off"):
-            line.given[flag] = values
+            _set(line, field_flag, values)
         else:
             line.problems.append(Problem(f"{flag} {values[0]}: expected on or off"))
     elif _count(line, flag, values, field_flag.values):
-        line.given.pop(flag, None)
-        line.given[flag] = ["on"] if field_flag.is_bool else values
+        if any("_" in value and not re.sub(r"[\d_.eE+-]", "", value) for value in values) and not _takes_text(field_flag):
+            what = f"{' '.join([flag, *values])}: expected {describe(field_flag.kind)}"
+            line.problems.append(Problem(what, rule="numbers are written without _"))
+        else:
+            _set(line, field_flag, ["on"] if field_flag.is_bool else values)
+
+
+def _takes_text(field_flag: FieldFlag) -> bool:
+    """Whether a value may be a text (Python would read ``1_0`` as the number 10)."""
+    kinds = {k for option in flags.options_of(field_flag.kind) for k in (option, *typing.get_args(option))}
+    return str in kinds
+
+
+def _set(line: CommandLine, field_flag: FieldFlag, values: list[str]) -> None:
+    """Note a flag's values; what it said before has no effect."""
+    flag = field_flag.flag
+    before = line.given.pop(flag, None)
+    if before is not None and before != values:
+        earlier, later = (
+            (flag if v == ["on"] else field_flag.negative) if field_flag.is_bool else " ".join([flag, *v])
+            for v in (before, values)
+        )
+        line.accepted[earlier] = f"given again as {later}: the last one counts"
+    line.given[flag] = values
 
 
 def _alias(line: CommandLine, flag: str, values: list[str], fields: dict[str, FieldFlag]) -> None:
@@ -130,7 +156,7 @@ def _alias(line: CommandLine, flag: str, values: list[str], fields: dict[str, Fi
     negatives = {f.negative: f for f in fields.values() if f.negative}
     for name, its in ours:
         if name in negatives:
-            line.given[negatives[name].flag] = ["off"]
+            _set(line, negatives[name], ["off"])
         elif name in fields:
             _field(line, fields[name], its)
         else:
@@ -152,5 +178,5 @@ def _unknown(flag: str, model_config: type) -> Problem:
     asked = flags.refused_as(flag)
     if asked:
         return Problem(f"{flag} is not supported: {asked}")
-    nearest = nearest_name(flag, flags.known_flags(model_config))
+    nearest = flags.OTHER_NAMES.get(flag) or nearest_name(flag, flags.known_flags(model_config))
     return Problem(f"unknown flag {flag}", nearest=nearest or "see --help for all flags")

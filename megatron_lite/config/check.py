@@ -188,7 +188,7 @@ def training_problems(training: TrainingConfig, grad_reduce_in_bf16: bool) -> li
         found.append(Problem("--grad-reduce-in-bf16 with --fp64", rule="fp64 is for exact comparisons"))
     if training.recompute_num_layers is not None and training.recompute_num_layers < 1:
         found.append(Problem(f"--recompute-num-layers {training.recompute_num_layers}", rule="at least 1"))
-    for name in ("exit_interval", "exit_duration_in_mins"):
+    for name in ("exit_interval", "exit_duration_in_mins", "check_weight_hash_across_dp_replicas_interval"):
         value = getattr(training, name)
         if value is not None and value <= 0:
             found.append(Problem(f"--{name.replace('_', '-')} {value:g}", rule="above 0"))
@@ -233,7 +233,10 @@ def check_files(config: RunConfig[Any]) -> list[Problem]:
             if missing and not data.mock_data:
                 what = f"--{flag.replace('_', '-')} {prefix}: {' and '.join(prefix + s for s in missing)} not found"
                 rule = "a prefix names PREFIX.bin and PREFIX.idx; preprocess_data.py writes PREFIX_text_document"
-                found.append(Problem(what, rule=rule))
+                stem = next((prefix.removesuffix(s) for s in (".bin", ".idx") if prefix.endswith(s)), None)
+                guesses = (f"{prefix}_text_document", *([stem] if stem else []))
+                nearest = next((g for g in guesses if Path(g + ".idx").is_file()), "")
+                found.append(Problem(what, rule=rule, nearest=nearest and f"--{flag.replace('_', '-')} {nearest}"))
     load, save = config.checkpoint.load, config.checkpoint.save
     if load and not Path(load).is_dir() and not (save and Path(load).resolve() == Path(save).resolve()):
         rule = "only a --load that is the same as --save may be missing"

@@ -81,7 +81,11 @@ def tokenizer_problems(config: RunConfig[Any]) -> list[Problem]:
     if missing and (given or not vocab_size):
         flags = " and ".join("--" + name.replace("_", "-") for name in missing)
         what = f"--tokenizer-type {data.tokenizer_type} needs {flags}"
-        found.append(Problem(what, nearest=f"{flags} FILE, or --tokenizer-type NullTokenizer --vocab-size N"))
+        others = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model FILE, "
+        others = ("" if data.tokenizer_type == "HuggingFaceTokenizer" else others) + (
+            "or, for data that are ids already, --tokenizer-type NullTokenizer --vocab-size N"
+        )
+        found.append(Problem(what, nearest=f"{flags} FILE, {others}"))
     if data.tokenizer_type == "NullTokenizer" and vocab_size is not None and vocab_size < 2:
         rule = "the last id is the end of a document"
         found.append(Problem("--tokenizer-type NullTokenizer needs --vocab-size of at least 2", rule=rule))

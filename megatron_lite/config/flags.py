@@ -268,6 +268,49 @@ DIFFERENCES: dict[str, str] = {  # field: how the default or meaning differs fro
 }
 
 
+OTHER_NAMES: dict[str, str] = {  # what other programs call a flag: ours, for the hint beside an unknown flag
+    "--learning-rate": "--lr",
+    "--max-lr": "--lr",
+    "--max-steps": "--train-iters",
+    "--steps": "--train-iters",
+    "--num-steps": "--train-iters",
+    "--epochs": "--train-samples",
+    "--warmup-steps": "--lr-warmup-iters",
+    "--lr-scheduler": "--lr-decay-style",
+    "--max-grad-norm": "--clip-grad",
+    "--gradient-accumulation-steps": "--global-batch-size",
+    "--per-device-train-batch-size": "--micro-batch-size",
+    "--hidden-dim": "--hidden-size",
+    "--d-model": "--hidden-size",
+    "--n-embd": "--hidden-size",
+    "--intermediate-size": "--ffn-hidden-size",
+    "--n-layer": "--num-layers",
+    "--num-hidden-layers": "--num-layers",
+    "--num-heads": "--num-attention-heads",
+    "--n-head": "--num-attention-heads",
+    "--num-key-value-heads": "--num-query-groups",
+    "--num-kv-heads": "--num-query-groups",
+    "--context-length": "--seq-length",
+    "--max-seq-len": "--seq-length",
+    "--block-size": "--seq-length",
+    "--rope-theta": "--rotary-base",
+    "--rms-norm-eps": "--norm-epsilon",
+    "--tp": "--tensor-model-parallel-size",
+    "--pp": "--pipeline-model-parallel-size",
+    "--gradient-checkpointing": "--recompute-granularity",
+    "--tokenizer": "--tokenizer-model",
+    "--tokenizer-path": "--tokenizer-model",
+    "--dataset": "--data-path",
+    "--data": "--data-path",
+    "--output-dir": "--save",
+    "--checkpoint-dir": "--save",
+    "--save-steps": "--save-interval",
+    "--logging-steps": "--log-interval",
+    "--eval-steps": "--eval-interval",
+    "--resume": "--load",
+}
+
+
 def options_of(kind: Any) -> tuple[Any, ...]:
     """The members of a union type, or the type itself."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):

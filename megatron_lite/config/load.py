@@ -45,6 +45,7 @@ FROM_CHECKPOINT: tuple[Key, ...] = (  # besides the model's section; what --use-
     ("data", "tiktoken_pattern"),
     ("data", "vocab_file"),
     ("data", "merge_file"),
+    ("data", "eod_token"),
 )
 
 

@@ -176,7 +176,7 @@ class IndexedWriter:
     def _refuse_existing(self) -> None:
         found = [str(path) for path in self._paths[:2] if path.exists()]
         if found and not self.overwrite:
-            raise FileExistsError(f"{' and '.join(found)} already there: give another prefix, or ask to overwrite")
+            raise FileExistsError(f"{' and '.join(found)} already there: give another prefix, or --overwrite")
 
     def _checked(self, array: np.ndarray) -> np.ndarray:
         """The ids in the file's dtype, or ValueError."""

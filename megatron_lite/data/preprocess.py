@@ -296,11 +296,10 @@ def _publish(writers: Sequence[IndexedWriter]) -> None:
 
 def summary(counts: Counts, seconds: float) -> str:
     """What happened, for people."""
-    size = f"{counts.bytes / 1e6:.1f} MB in {seconds:.1f} s"
-    lines = [f"{counts.documents} documents, {counts.tokens} tokens from {size}"]
-    if counts.empty:
-        lines.append(f"{counts.empty} empty records were skipped")
-    lines += [f"{n} bad records were skipped: {reason}" for reason, n in counts.bad.most_common()]
+    size = f"{counts.bytes / 1e6:.1f} MB" if counts.bytes >= 1e5 else f"{counts.bytes:,} bytes"
+    lines = [f"{counts.documents:,} documents, {counts.tokens:,} tokens from {size} in {seconds:.1f} s"]
+    skipped = [("empty", "", counts.empty), *(("bad", f": {reason}", n) for reason, n in counts.bad.most_common())]
+    lines += [f"{n:,} {kind} {'record was' if n == 1 else 'records were'} skipped{why}" for kind, why, n in skipped if n]
     if counts.holds_eod:
         lines.append(
             f"{counts.holds_eod} texts hold the end-of-document token themselves: "

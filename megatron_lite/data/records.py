@@ -59,7 +59,8 @@ def expand_inputs(patterns: Sequence[str]) -> list[Path]:
         if path.is_dir():
             raise ValueError(f"--input {path}: a directory; give its files, as in '{path}/*.jsonl'")
         if not path.is_file():
-            raise ValueError(f"--input {path}: no such file")
+            why = "not an ordinary file" if path.exists() else "no such file"
+            raise ValueError(f"--input {path}: {why}")
         if suffix_of(path) is None:
             raise ValueError(f"--input {path}: this kind of file is not read; supported are {', '.join(SUFFIXES)}")
     return files

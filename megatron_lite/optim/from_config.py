@@ -109,10 +109,14 @@ def problems(config: RunConfig[Any], layout: Layout) -> list[Problem]:
     found = [*_unit_problems(training, optimizer), *_number_problems(optimizer), *_scale_problems(training, optimizer)]
     batch_found = _batch_problems(training, layout.dp)
     found += batch_found
-    if found:
-        return found
+    unit_found = [p for p in found if p not in batch_found]
+    if unit_found or (batch_found and training.train_iters is None):
+        return found  # the schedules cannot be made
     try:
-        batch = batch_schedule(training, config.data.seq_length, layout.dp)
+        if batch_found:  # lengths in steps can be judged beside a wrong batch
+            batch = BatchSchedule.constant(max(1, training.global_batch_size or 1))
+        else:
+            batch = batch_schedule(training, config.data.seq_length, layout.dp)
         rates(training, optimizer, batch)
     except ValueError as e:
         found.append(Problem(str(e)))

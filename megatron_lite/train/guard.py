@@ -120,13 +120,15 @@ class Guard:
             _ignore_signals()  # a launcher ends the others when the first rank is gone; this one has something to say
         if self._store is not None and _may_be_a_consequence(error):
             self._wait_for_cause()
-        message = f"{type(error).__name__}: {error}" if code == FAILURE else str(error)
+        message = f"{type(error).__name__}: {error}{_advice(error)}" if code == FAILURE else str(error)
         first = self.claim(message, code, error)
         if first is not None:  # another rank failed before: ours is a consequence
             return int(first["code"])
         self._stop.set()
         text = "".join(traceback.format_exception(error)) if code == FAILURE else ""
-        self._last(f"{text}rank {self.info.rank} on {self.info.host} failed: {message}")
+        alone = self.info.world_size == 1 and code == CONFIGURATION
+        who = "megatron-lite" if alone else f"rank {self.info.rank} on {self.info.host} failed"
+        self._last(f"{text}{who}: {message}")
         return code
 
     def leave(self, message: str) -> NoReturn:
@@ -157,6 +159,9 @@ class Guard:
                 now = self._store.compare_set(FAILURE_KEY, "", mine).decode()
                 if now != mine:
                     first = failure = json.loads(now)
+        if failure["code"] == CONFIGURATION:  # torchrun repeats the file of every rank after the one that was printed
+            failure = failure | {"error": f"{failure['error'].splitlines()[0].rstrip(':')} (printed in full above)"}
+            cause = None
         _write_error_file(failure, cause if first is None else None)
         return first
 
@@ -326,6 +331,17 @@ def _may_be_a_consequence(error: BaseException) -> bool:
     """Whether an error may only say that another rank is gone."""
     text = str(error).lower()
     return isinstance(error, RuntimeError | OSError) and any(word in text for word in _CONSEQUENCES)
+
+
+def _advice(error: BaseException) -> str:
+    """What to do about an error that has a remedy."""
+    short = isinstance(error, MemoryError) or any(text in str(error) for text in ("can't allocate memory", "out of memory"))
+    if not short:
+        return ""
+    return (
+        "\nThis rank's memory is full. Less is needed with a smaller --micro-batch-size, --recompute-granularity full, "
+        "--use-distributed-optimizer, or a higher --tensor-model-parallel-size or --pipeline-model-parallel-size."
+    )
 
 
 def _ignore_signals() -> None:

@@ -502,8 +502,8 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
     assert f"--load {tmp_path}/none: no such directory" in text
     assert not check_files(parse("--load same --save same"))
     (tmp_path / "there_text_document.idx").touch()
-    for given, meant in (("there.bin", "there"), ("there.idx", "there"), ("there.jsonl", None)):
-        text = format_problems(check_files(parse(f"--train-data-path {tmp_path}/{given}")))
+    for name, meant in (("there.bin", "there"), ("there.idx", "there"), ("there.jsonl", None)):
+        text = format_problems(check_files(parse(f"--train-data-path {tmp_path}/{name}")))
         hint = f"try:     --train-data-path {tmp_path}/{meant}"
         assert (hint in text) == (meant is not None), text
     (tmp_path / "there.idx").unlink()

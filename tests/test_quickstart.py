@@ -183,9 +183,9 @@ def test_windows_lie_in_documents(tmp_path: Path) -> None:
 
     report = part("report")
     lengths, begin = (700, 100, 257, 258, 256, 2000), 0
-    with IndexedWriter(tmp_path / "data", np.dtype(np.uint16)) as writer:
+    with IndexedWriter(tmp_path / "data", dtype=np.uint16) as writer:
         for length in lengths:
-            writer.add_document([np.arange(begin, begin + length, dtype=np.uint16)])
+            writer.add_document(np.arange(begin, begin + length))
             begin += length
     data = IndexedDataset(tmp_path / "data")
     borders = np.cumsum((0, *lengths))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -90,6 +92,29 @@ class LockedFile:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait: an exception between two instructions would leave a file that nobody knows of.
+
+    What came meanwhile is handled at the end. Other threads than the main one are never interrupted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in before:
+            signal.signal(number, lambda number, _: came.append(number))
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # set by something that is not Python
+                signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def sync_directory(path: Path) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from megatron_lite.data.locked_file import interrupts_held
 
 _AHEAD = 4  # results per worker that may wait for an earlier one
 
@@ -148,23 +149,13 @@ class OrderedPool:
 @contextlib.contextmanager
 def _started_whole() -> Iterator[None]:
     """A worker started here never sees a keyboard interrupt, and an interrupt of ours waits until it has started."""
-    late: list[int] = []
-    handlers: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # elsewhere Python raises nothing
-        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        handlers = {number: handler for number, handler in found.items() if callable(handler)}
-    for number in handlers:
-        signal.signal(number, lambda number, _: late.append(number))
-    resource_tracker.ensure_running()  # multiprocessing's own helper, whose start would undo the next line
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the worker, for good
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    for number in late[:1]:
-        handlers[number](number, None)
+    with interrupts_held():
+        resource_tracker.ensure_running()  # multiprocessing's own helper, whose start would undo the next line
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the worker, for good
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _epitaph(worker: _Worker) -> str:

@@ -28,6 +28,7 @@ import regex
 
 from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.data.index_writer import IndexedWriter
+from megatron_lite.data.locked_file import interrupts_held
 from megatron_lite.data.ordered_pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.data.records import BadInput, BadRecord, blocks, excerpt, numbered_lines, parse_line
 from megatron_lite.data.tokenizer import Tokenizer
@@ -221,17 +222,18 @@ def preprocess(
     tokenizer = options.tokenizer()  # before any work: a tokenizer without an end token is refused here
     total, started, said = Counts(), time.monotonic(), 0
     with ExitStack() as stack:
-        writers = []
-        for key in options.keys:
-            writer = IndexedWriter(
-                f"{output_prefix}_{key}_document",
-                vocab_size=tokenizer.vocab_size,
-                eod_id=tokenizer.eod_id if options.append_eod else None,
-                tokenizer=tokenizer.fingerprint,
-                overwrite=overwrite,
-            )
-            stack.callback(writer.abort)  # does nothing once it has been finished
-            writers.append(writer)
+        writers: list[IndexedWriter] = []
+        with interrupts_held():
+            for key in options.keys:
+                writer = IndexedWriter(
+                    f"{output_prefix}_{key}_document",
+                    vocab_size=tokenizer.vocab_size,
+                    eod_id=tokenizer.eod_id if options.append_eod else None,
+                    tokenizer=tokenizer.fingerprint,
+                    overwrite=overwrite,
+                )
+                stack.callback(writer.abort)  # does nothing once it has been finished
+                writers.append(writer)
         for block in _encoded(inputs, tokenizer, options, workers, stack):
             if block.error is not None:
                 raise BadInput(block.error)
@@ -246,7 +248,14 @@ def preprocess(
                 f"no documents were written: {len(inputs)} file(s) of {total.bytes} bytes held {total.empty} empty and "
                 f"{sum(total.bad.values())} bad records"
             )
-        _publish(writers)
+        published = False
+        try:
+            with interrupts_held():
+                _publish(writers)
+                published = True
+        except KeyboardInterrupt:
+            if not published:  # else it came when everything was done
+                raise
     return total
 
 

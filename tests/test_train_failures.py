@@ -16,6 +16,9 @@ from launcher import Job, free_port, job
 from train_toys import MOCK, ROOT, environment, launched, torchrun, trained
 
 from megatron_lite.config import exit_codes
+from megatron_lite.config.problem import ConfigError, Problem
+from megatron_lite.mesh.local import RankInfo
+from megatron_lite.train.guard import Guard
 
 FLAGS = f"{MOCK} --train-iters 200 --log-interval 1"
 WITHIN = 15.0
@@ -168,6 +171,26 @@ def test_torchrun_shows_the_first_error(tmp_path: Path) -> None:
     ours, _, summary = output.rpartition("failed: RuntimeError: made to fail in step 3")
     assert ours.rstrip().endswith(f"rank 1 on {socket.gethostname()}")
     assert f"RankFailure: {message}" in summary and "Root Cause" in summary
+
+
+def test_torchrun_repeats_no_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has found it, and torchrun shows a traceback for each: the list stands once, above all that."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    error = ConfigError([Problem("one"), Problem("two")])
+    assert Guard(RankInfo(0, 1, 0, 1, "here", "torchrun"), None).fail(error, exit_codes.CONFIGURATION) == 2
+    shown = str(ChildFailedError("megatron_lite", {0: ProcessFailure(0, 1, 2, str(path))}))
+    assert "traceback : 2 problems in the configuration (printed in full above)\n" in shown, shown
+
+
+@pytest.mark.parametrize("text", ["can't allocate memory: you tried to allocate 1 bytes", "CUDA out of memory. Tried ...", ""])
+def test_full_memory_has_advice(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error = RuntimeError(text) if text else MemoryError()
+    assert Guard(RankInfo(0, 1, 0, 1, "here", "plain"), None).fail(error, exit_codes.ERROR) == exit_codes.ERROR
+    said = capsys.readouterr().err
+    assert "--recompute-granularity full" in said.splitlines()[-1] and type(error).__name__ in said
 
 
 @pytest.mark.nightly

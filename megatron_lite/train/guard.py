@@ -161,7 +161,6 @@ class Guard:
                     first = failure = json.loads(now)
         if failure["code"] == CONFIGURATION:  # torchrun repeats the file of every rank after the one that was printed
             failure = failure | {"error": f"{failure['error'].splitlines()[0].rstrip(':')} (printed in full above)"}
-            cause = None
         _write_error_file(failure, cause if first is None else None)
         return first
 
@@ -339,7 +338,7 @@ def _advice(error: BaseException) -> str:
     if not short:
         return ""
     return (
-        "\nThis rank's memory is full. Less is needed with a smaller --micro-batch-size, --recompute-granularity full, "
+        ". This rank's memory is full: less is needed with a smaller --micro-batch-size, --recompute-granularity full, "
         "--use-distributed-optimizer, or a higher --tensor-model-parallel-size or --pipeline-model-parallel-size."
     )
 
@@ -352,7 +351,13 @@ def _ignore_signals() -> None:
 
 def _write_error_file(failure: Mapping[str, Any], cause: BaseException | None = None) -> None:
     """Leave the job's failure where torchrun looks for it (``@record``), with the traceback of its cause."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    if failure.get("code") == CONFIGURATION:  # as `record` writes it, without a traceback: it is nobody's bug
+        text = {"message": failure["error"], "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": text}))
         return
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -84,6 +84,7 @@ class MyHead(nn.Module):
 
     def _capped(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.output(self.norm(hidden))
+        # The loss is computed in fp32, but in fp64 where the model is (as `megatron-lite check` has it).
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return self.cap * torch.tanh(logits / self.cap)
 

@@ -226,6 +226,7 @@ else
 fi
 torchrun=(--nnodes "$NODES" --nproc-per-node "$GPUS_PER_NODE" --master-addr "$meeting" --master-port "$MASTER_PORT" "${stopping[@]}")
 torchrun+=(-m megatron_lite train "${flags[@]}")
+if [ "$action" = check ]; then check_flags $((NODES * GPUS_PER_NODE)); fi # for which no node is needed
 
 if [ -n "${SLURM_JOB_ID:-}" ] && ! in_step; then # a batch script, or a shell of an allocation
     check_flags $((NODES * GPUS_PER_NODE))

@@ -98,6 +98,44 @@ def test_help_of_a_teams_model_has_its_options(capsys: pytest.CaptureFixture[str
     assert "--model.logit-cap" in capsys.readouterr().out
 
 
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def absent(_: str) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr("megatron_lite.cli.main.importlib.import_module", absent)
+    assert main(["doctor"]) == exit_codes.CONFIGURATION
+    assert "the Python package torch is missing" in capsys.readouterr().err
+
+
+def test_an_interrupt_before_the_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron_lite.cli.main.importlib.import_module", interrupted)
+    assert main(["train"]) == 130 and capsys.readouterr().err == "megatron-lite: error: interrupted\n"
+
+
+def test_a_misspelt_flag_hides_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *GOOD, "--tensr", "2", "--bf16", "--fp16", "--num-experts", "2"]) == exit_codes.CONFIGURATION
+    said = capsys.readouterr().err
+    assert "3 problems" in said, said
+    for part in ("unknown flag --tensr", "--bf16 and --fp16", "--num-experts is not supported"):
+        assert part in said
+
+
+def test_another_runs_checkpoints_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A start that does not go on from what is in --save would overwrite or prune it."""
+    argv = ["train", *GOOD, "--micro-batch-size", "1", "--device", "cpu", "--train-iters", "2", "--save", str(tmp_path)]
+    assert main(argv) == exit_codes.DONE
+    for more in ([], ["--more", str(tmp_path / "other")]):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        assert main([*argv, "--keep-last", "1", *more]) == exit_codes.CONFIGURATION
+        assert f"--save {tmp_path} holds checkpoints of an earlier run (the newest of step 2)" in capsys.readouterr().err
+    assert main([*argv, "--load", str(tmp_path)]) == exit_codes.DONE
+    assert main([*argv, "--load", str(tmp_path / "step_00000002"), "--save", str(tmp_path / "b")]) == exit_codes.CONFIGURATION
+    assert f"--load {tmp_path} --ckpt-step 2" in capsys.readouterr().err
+
+
 def test_an_unnamed_tokenizer_is_one_problem(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
     assert main(["train", *flags.split(), *"--lr 1 --train-iters 1 --mock-data".split()]) == exit_codes.CONFIGURATION

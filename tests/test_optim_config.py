@@ -135,5 +135,5 @@ def test_what_is_wrong_is_named() -> None:
 def test_description() -> None:
     c = config(TRAINING, {"decoupled_lr": 2.0, "lr_warmup_iters": 2})
     lines = describe(rates(c.training, c.optimizer, batch_schedule(c.training, 8, 2)).lr.items())
-    assert lines[0] == "learning rate: linear, max 1, min 0, warm-up 32 samples from 0, decay until sample 1600"
+    assert lines[0] == "learning rate: linear, max 1, min 0, warm-up 32 samples from 0, decay until sample 1,600"
     assert lines[1].startswith("learning rate of embedding: linear, max 2")

@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 has_everything() {
     "$1" - <<'PY' 2>/dev/null
 import importlib.util, sys
-needed = ("torch", "numpy", "pytest", "pytest_timeout", "hypothesis", "tyro", "tokenizers", "tiktoken", "sentencepiece",
+needed = ("torch", "numpy", "pytest", "pytest_timeout", "xdist", "hypothesis", "tyro", "tokenizers", "tiktoken", "sentencepiece",
           "transformers", "safetensors", "tensorboard", "matplotlib", "tqdm", "regex", "yaml", "mypy", "ruff")
 sys.exit(any(importlib.util.find_spec(n) is None for n in needed)
          or tuple(map(int, __import__("torch").__version__.split("+")[0].split(".")[:2])) < (2, 11))
@@ -32,4 +32,6 @@ echo "== building csrc"
 "$python" -m megatron_lite.ops.build || echo "csrc was not built: the plain PyTorch paths are tested"
 
 echo "== tests"
-exec "$python" -m pytest tests "$@"
+cores="$("$python" -c 'import os; print(len(os.sched_getaffinity(0)))')"
+# Whole files, in their order: what the tests of a file share is made once.
+exec "$python" -m pytest tests -n "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder "$@"

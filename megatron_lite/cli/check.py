@@ -115,7 +115,7 @@ def _check(architecture: str, model: Any, args: argparse.Namespace) -> bool:
     sizes = f"{args.global_batch_size} rows of {args.seq_length} tokens"
     print(f"{architecture}: three steps of {sizes} in fp64, against one process", flush=True)
     print(f"  {'layout':<18} | {'options':<34} | result", flush=True)
-    reference, good, stories = reference_of(base), True, []
+    reference, good, rounded, stories = reference_of(base), True, False, []
     for layout in legal_layouts(args.max_ranks):
         if layout.world_size == 1 and args.max_ranks > 1:
             continue
@@ -124,13 +124,19 @@ def _check(architecture: str, model: Any, args: argparse.Namespace) -> bool:
             print(f"  {f'tp {layout.tp} x pp {layout.pp} x dp {layout.dp}':<18} | {title:<34} | {first}", flush=True)
             if verdict.startswith(NOT_EQUAL):
                 good = False
+                rounded = rounded or FP32 in verdict
                 stories += [f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, {title}:\n{story}"] if story else []
     print("\n".join(stories[:1]), end="\n" if stories else "")  # what a rank raised, once
+    if rounded:
+        print(
+            "Deviations around 1e-8 are fp32 in a model of fp64: look for .float() or a dtype that is written out in the model, "
+            "and for buffers and constants made in fp32"
+        )
     print(f"{architecture}: {'every layout that it takes computes the same' if good else NOT_EQUAL}", flush=True)
     return good
 
 
-NOT_EQUAL = "NOT EQUAL"
+NOT_EQUAL, FP32 = "NOT EQUAL", "; looks like fp32"
 
 
 def _rows(base: Any, layout: Any, reference: Any) -> Iterator[tuple[str, str]]:
@@ -195,5 +201,5 @@ def _verdicts(cases: dict[str, Any], reference: Any) -> dict[str, str]:
             worst = compare([results[i] for results in by_rank], reference)
             found[title] = f"equal, deviation {worst:.1e} ({seconds:.1f} s)"
         except Mismatch as mismatch:
-            found[title] = f"{NOT_EQUAL}: {mismatch}"
+            found[title] = f"{NOT_EQUAL}: {mismatch}{FP32 if mismatch.looks_like_fp32 else ''}"
     return found

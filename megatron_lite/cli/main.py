@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -24,6 +25,8 @@ COMMANDS: dict[str, str] = {
     "doctor": "versions, devices, and which kernel each op runs on, and why",
     "check": "prove that a model computes the same numbers in every layout",
 }
+
+REQUIRED = ("torch", "numpy", "tyro", "yaml", "tqdm", "regex", "tokenizers")  # imported without asking
 
 
 def usage() -> str:
@@ -63,6 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(importlib.import_module(module_of(command)).run(rest))
     except ValueError as error:
         return complain(str(error))
+    except ModuleNotFoundError as error:
+        if error.name not in REQUIRED:
+            raise
+        return complain(
+            f"the Python package {error.name} is missing in {sys.executable}: activate the environment that has it, "
+            "or install this one (pip install -e .)"
+        )
+    except KeyboardInterrupt:  # once a run has started, its own handlers save first
+        complain("interrupted")
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of our output is gone, as with `| head`
         sys.stderr.close()
         return ERROR

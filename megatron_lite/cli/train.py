@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     argv, ranks = _check_only(argv)
     if ranks is not None:
         _, text = prepare(read(argv), RankInfo(0, ranks, 0, ranks, "here", "check"), {})
-        print(text, flush=True)
+        print(f"{text}\nno problems; nothing was started", flush=True)
         return DONE
     info = rank_info(os.environ)
     if info.world_size > 1:
@@ -69,10 +69,12 @@ def _check_only(argv: Sequence[str]) -> tuple[list[str], int | None]:
 def read(argv: Sequence[str]) -> Loaded:
     """The configuration of a command line, ``--use-checkpoint-args`` applied.
 
+    Its ``problems`` (flags that do not exist) are for :func:`prepare` to tell, together with all others.
+
     Raises:
-        ConfigError: with every problem of flags and files.
+        ConfigError: with every problem of values and files.
     """
-    loaded = load(argv, resolve_model)
+    loaded = load(argv, resolve_model, lenient=True)
     if loaded.config.checkpoint.use_checkpoint_args and loaded.config.checkpoint.load:
         saved = saved_config(loaded.config)
         return loaded if saved is None else with_checkpoint_args(loaded, saved, resolve_model)
@@ -163,11 +165,30 @@ def split_function(config: RunConfig[Any], layout: Layout) -> list[str]:
     return []
 
 
+def save_function(config: RunConfig[Any], layout: Layout) -> list[Problem]:
+    """Checkpoints in ``--save`` that this start does not go on from: it would overwrite or prune another run's."""
+    from megatron_lite.checkpoint.manifest import list_steps
+
+    load, save = config.checkpoint.load, config.checkpoint.save
+    if not save or (load and Path(load).resolve() == Path(save).resolve()):
+        return []
+    there = [d.step for d in list_steps(Path(save)) if d.saved_at is not None]
+    if not there:
+        return []
+    return [
+        Problem(
+            f"--save {save} holds checkpoints of an earlier run (the newest of step {there[0]})",
+            rule="a start that does not go on from them would mix two runs, and overwrite or prune the earlier one",
+            nearest=f"--load {save} to go on, another --save, or remove them",
+        )
+    ]
+
+
 def problem_functions() -> list[ProblemsFunction]:
     """The rooms that are asked about a configuration."""
     from megatron_lite.optim.from_config import problems as optimizer_problems
 
-    return [model_function, optimizer_problems, split_function]
+    return [model_function, optimizer_problems, split_function, save_function]
 
 
 def prepare(loaded: Loaded, info: RankInfo, environment: dict[str, str]) -> tuple[Loaded, str]:
@@ -183,7 +204,8 @@ def prepare(loaded: Loaded, info: RankInfo, environment: dict[str, str]) -> tupl
     vocabulary_found += tokenizer_problems(config)
     if vocabulary_found and getattr(config.model, "vocab_size", None) == 0:
         checked = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=2))
-    found = check_files(config) + vocabulary_found + check(checked, info.world_size, problem_functions())
+    found = [*loaded.problems, *check_files(config), *vocabulary_found]
+    found += check(checked, info.world_size, problem_functions())
     require(list(dict.fromkeys(found)))
     loaded, parallel = dataclasses.replace(loaded, config=config), config.parallel
     layout = layout_for(

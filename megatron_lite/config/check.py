@@ -236,7 +236,10 @@ def check_files(config: RunConfig[Any]) -> list[Problem]:
                 stem = next((prefix.removesuffix(s) for s in (".bin", ".idx") if prefix.endswith(s)), None)
                 guesses = (f"{prefix}_text_document", *([stem] if stem else []))
                 nearest = next((g for g in guesses if Path(g + ".idx").is_file()), "")
-                found.append(Problem(what, rule=rule, nearest=nearest and f"--{flag.replace('_', '-')} {nearest}"))
+                nearest = nearest and f"--{flag.replace('_', '-')} {nearest}"
+                if Path(prefix).is_file() and not nearest:
+                    nearest = f"tools/preprocess_data.py --input {prefix} first, if that is text"
+                found.append(Problem(what, rule=rule, nearest=nearest))
     load, save = config.checkpoint.load, config.checkpoint.save
     if load and not Path(load).is_dir() and not (save and Path(load).resolve() == Path(save).resolve()):
         rule = "only a --load that is the same as --save may be missing"

@@ -57,11 +57,13 @@ class Loaded:
         config: the configuration.
         accepted: (flag, reason) of every flag that was given and has no effect.
         given: (section, field) of everything that flags or files set.
+        problems: flags that could not be read and are left out, see ``lenient`` of :func:`load`.
     """
 
     config: RunConfig[Any]
     accepted: tuple[tuple[str, str], ...] = ()
     given: frozenset[Key] = frozenset()
+    problems: tuple[Problem, ...] = ()
 
 
 BUILTIN: dict[str, type] = {"gpt": TransformerConfig, "llama": LlamaConfig}
@@ -91,6 +93,7 @@ def load(
     *,
     prog: str = "megatron-lite train",
     without_model: bool = False,
+    lenient: bool = False,
 ) -> Loaded:
     """Read a command line and the files it names.
 
@@ -100,6 +103,8 @@ def load(
         prog: name of the program in its help.
         without_model: leave out a team's model (its class, ``--model.FIELD``, ``model:``): what can be known before its
             module is imported. Models of ours are read as always.
+        lenient: return what is wrong with names of flags together with what the other flags say, so that all of it can
+            be judged and told at once.
 
     Raises:
         ConfigError: with every problem of flags, files, names and types (not yet of the values against each other).
@@ -134,10 +139,10 @@ def load(
         raise SystemExit(0)
     fields = flags.field_flags(model_config)
     config, flag_problems = _apply_flags(base, model_config, line, fields)
-    if problems or flag_problems:
+    if flag_problems or (problems and not (lenient and problems == line.problems)):
         raise ConfigError(problems + flag_problems)
     given |= {(fields[flag].section, fields[flag].name) for flag in line.given}
-    return Loaded(_without_quotes(config), tuple(line.accepted.items()), given)
+    return Loaded(_without_quotes(config), tuple(line.accepted.items()), given, tuple(problems))
 
 
 def _architecture(argv: Sequence[str], files: Sequence[ConfigFile]) -> str:

@@ -87,6 +87,10 @@ def build_datasets(
     result.eod_id, found = agreed_eod(opened, eod_id)
     result.problems += found + vocabulary_problems(opened, vocab_size)
     result.notices += tokenizer_notices(opened, fingerprint)
+    without_end = [name for name, d in opened.items() if d.meta is not None and d.meta.eod_id is None]
+    if without_end and not result.problems:
+        names = ", ".join(without_end[:3]) + (" and others" if len(without_end) > 3 else "")
+        result.notices.append(f"tokenized without --append-eod: {names}; the model does not learn where a text ends")
     if result.eod_id is None and not result.problems:
         result.problems += _eod_needed(data)
     if result.problems:

@@ -230,7 +230,8 @@ def ordinary_refusal(names: list[str], tp: int) -> str:
     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
     return (
         f"tensor-model-parallel-size {tp}: these parameters belong to ordinary torch layers, which cannot be split "
-        f"over tensor-parallel ranks: {shown}. Build them from megatron_lite.tensor.layers, or use "
+        f"over tensor-parallel ranks: {shown}. Build them from megatron_lite.tensor.layers (a scale or a gate of your own: "
+        f"its `replicated`), or use "
         f"tensor-model-parallel-size 1 (data parallelism, ZeRO and pipelines work as they are)"
     )
 

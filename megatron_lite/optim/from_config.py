@@ -239,6 +239,6 @@ def describe(schedules: Iterable[tuple[str, LrSchedule]]) -> list[str]:
     """One line per schedule, for the start-up summary."""
     return [
         f"learning rate{f' of {tag}' if tag else ''}: {s.style}, max {s.max_lr:g}, min {s.min_lr:g}, warm-up "
-        f"{s.warmup_samples:g} samples from {s.init_lr:g}, decay until sample {s.decay_samples}"
+        f"{s.warmup_samples:,.10g} samples from {s.init_lr:g}, decay until sample {s.decay_samples:,}"
         for tag, s in schedules
     ]

@@ -64,6 +64,25 @@ def partial_of_slices(parallel: TensorParallel) -> tuple[str, ...]:
     return ("tp",) if parallel.sequence_parallel and parallel.axis.size > 1 else ()
 
 
+def replicated(
+    parallel: TensorParallel, shape: tuple[int, ...], value: float | Init = 0.0, *, on_heads: bool = False
+) -> nn.Parameter:
+    """A parameter that every tensor-parallel rank holds whole: a scale, a gate, a bias of the hidden state.
+
+    Its gradient is summed over tp where each rank has used it on a part only: on its slice of the tokens (sequence
+    parallelism), or, with ``on_heads``, on its own heads (then always). A parameter along a dim that is split, such as
+    one value per ffn feature, is no such parameter: give :func:`make_parameter` its axes.
+
+    Args:
+        parallel: of the model.
+        shape: the full shape.
+        value: what it starts as: a constant, or an :class:`Init`.
+    """
+    partial = ("tp",) if on_heads and parallel.axis.size > 1 else partial_of_slices(parallel)
+    init = value if isinstance(value, Init) else Init("constant", value)
+    return make_parameter(parallel, shape, (None,) * len(shape), init, partial_over=partial)
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the rows of W (``axes[0]``) split over tp: [T, in] to this rank's [T, out / tp].
 

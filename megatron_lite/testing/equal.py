@@ -37,7 +37,16 @@ class RankResult:
 
 
 class Mismatch(AssertionError):
-    """A layout that does not compute what one process computes."""
+    """A layout that does not compute what one process computes; ``relative``: by how much, where that is what differs."""
+
+    def __init__(self, text: str, relative: float | None = None) -> None:
+        super().__init__(text)
+        self.relative = relative
+
+    @property
+    def looks_like_fp32(self) -> bool:
+        """Whether the deviation is one of fp32's roundings, and neither one of fp64's nor a fault's."""
+        return self.relative is not None and 1e-10 < self.relative < 3e-6
 
 
 def full_tensors(results: Sequence[list[Piece]], what: str, *, once: bool) -> dict[str, np.ndarray]:
@@ -85,7 +94,7 @@ def deviation(a: dict[str, np.ndarray], ref: dict[str, np.ndarray], what: str) -
         worst = max(worst, error)
     if wrong:
         more = f" and {len(wrong) - 3} of {len(ref)} more" if len(wrong) > 3 else ""
-        raise Mismatch(f"{what} differs from one process's (allowed {TOLERANCE}): {', '.join(wrong[:3])}{more}")
+        raise Mismatch(f"{what} differs from one process's (allowed {TOLERANCE}): {', '.join(wrong[:3])}{more}", worst)
     return worst
 
 
@@ -103,7 +112,8 @@ def _compare_numbers(
                 x, y = getattr(result, what)[step], getattr(reference, what)[step]
                 error = abs(x - y) / max(abs(y), 1e-300) if x != y else 0.0
                 if not error <= TOLERANCE:
-                    raise Mismatch(f"{what} of step {step + 1} on rank {rank}: {x!r}, one process has {y!r}")
+                    text = f"{what} of step {step + 1} on rank {rank}: {x!r}, one process has {y!r} (a relative {error:.1e})"
+                    raise Mismatch(text, error)
                 worst = max(worst, error)
     return worst
 

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -203,12 +204,15 @@ def format_seconds(seconds: float) -> str:
     return f"{s // 60}m{s % 60:02d}s" if s >= 60 else f"{s}s"
 
 
+ETA_STEPS = 100  # by whose time, evaluations and saves included, the rest is judged
+
+
 class Console:
     """The line per interval, and on a terminal a bar that moves with every step."""
 
     def __init__(self, first_step: int, last_step: int, interval: int, enabled: bool) -> None:
         self.enabled, self.interval, self.last_step = enabled, max(1, interval), last_step
-        self._start, self._done = time.monotonic(), 0
+        self._times = deque([time.monotonic()], maxlen=ETA_STEPS + 1)  # when the last steps were done
         bar = enabled and sys.stdout.isatty()
         self._bar = tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stdout) if bar else None
 
@@ -224,13 +228,13 @@ class Console:
     def step(self, record: Mapping[str, Any]) -> None:
         """Report one step."""
         step = record["step"]
-        self._done += 1  # steps that a rollback repeats are counted again: they take time again
+        self._times.append(time.monotonic())
         if self._bar is not None:
             self._bar.n = step
             speed = f"{record['tokens_per_second']:,.0f} tok/s"
             self._bar.set_postfix_str(f"loss {record['loss']:.4f} lr {record['learning_rate']:.2e} {speed}")
         if step % self.interval == 0 or step == self.last_step:
-            left = (time.monotonic() - self._start) / self._done * (self.last_step - step)
+            left = (self._times[-1] - self._times[0]) / (len(self._times) - 1) * (self.last_step - step)
             self.say(step_line(record, self.last_step, left))
 
     def close(self) -> None:

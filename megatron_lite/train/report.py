@@ -50,7 +50,7 @@ class Reporter:
         last_step: int,
     ) -> None:
         self.config, self.mesh, self.definition = config, mesh, definition
-        self.enabled = mesh.rank == 0
+        self.enabled, self.log_dir = mesh.rank == 0, log_dir
         logging = config.logging
         self._peak = peak_tflops(device_name(mesh.device), logging.peak_tflops)
         self.console = Console(first_step, last_step, logging.log_interval, self.enabled)

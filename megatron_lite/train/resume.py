@@ -63,9 +63,10 @@ def find(config: RunConfig[Any]) -> Found | None:
     if found is None:
         same = options.save is not None and Path(options.save).resolve() == root.resolve()
         if not same or options.exit_on_missing_checkpoint:
-            raise ValueError(
-                f"--load {root}: there is no checkpoint in it. Give the --save directory of a run, or leave --load out"
-            )
+            given = f"--load {root}: there is no checkpoint in it"
+            for step in (d.step for d in list_steps(root.parent) if d.path == root):
+                raise ValueError(f"{given}, it is one. Give its directory: --load {root.parent} --ckpt-step {step}")
+            raise ValueError(f"{given}. Give the --save directory of a run, or leave --load out")
     return found
 
 

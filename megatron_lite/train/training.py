@@ -187,7 +187,7 @@ class Training:
             self._save(final=False)
             stop = stop or agreed(self.mesh, self._stop_reason())  # a save may take long: no further step, no second save
         elif stop or exit_now:
-            self.reporter.say("there is no --save: nothing of this run is kept")
+            self.reporter.say(f"there is no --save: no weights of this run are kept (its metrics are, in {self.reporter.log_dir})")
         if stop == STOP_SIGNAL:
             self.reporter.say(f"stopped after step {step} by a signal")
             return exit_codes.SIGNAL

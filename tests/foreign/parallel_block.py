@@ -12,8 +12,8 @@ from megatron_lite.config.transformer import LlamaConfig
 from megatron_lite.model.blocks import MLP, Attention, make_norm
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.protocol import ForwardContext
-from megatron_lite.tensor.layers import column_parallel
-from megatron_lite.tensor.spec import TensorParallel
+from megatron_lite.tensor.layers import column_parallel, replicated
+from megatron_lite.tensor.spec import Init, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,15 @@ class ParallelBlock(nn.Module):
         self.attention = Attention(config, parallel, index)
         self.mlp = MLP(config, parallel)
         self.mlp_share = config.mlp_share
+        self.scale = replicated(parallel, (config.hidden_size,), 0.9)  # of the two together, feature by feature
+        self.key_scale = replicated(parallel, (config.head_dim,), Init("normal", 0.5), on_heads=True)
 
     def forward(self, hidden: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         layers = [*self.attention.inputs(), *self.mlp.inputs()]
         q, k, v, *wide = column_parallel(self.norm(hidden), layers)  # one gather, one reduction of the gradient
+        k = (k.unflatten(-1, (-1, self.key_scale.numel())) * self.key_scale).flatten(-2)  # one factor for every head
         attended = self.attention.output(self.attention.attend(q, k, v, ctx))
-        return hidden + attended + self.mlp_share * self.mlp.down(self.mlp.activate(*wide))
+        return hidden + self.scale * (attended + self.mlp_share * self.mlp.down(self.mlp.activate(*wide)))
 
 
 class ParallelBlockModel(GPT):

@@ -24,7 +24,7 @@ S = 4
 
 def write(path, documents, first=0, **options):
     """Ids are first, first + 1, ...: the source of a token can be told from it."""
-    with IndexedWriter(path, dtype="int32", **options) as writer:
+    with IndexedWriter(path, dtype="int32", **{"eod_id": 9999, **options}) as writer:
         for length in documents:
             writer.add_document(range(first, first + length))
             first += length
@@ -180,11 +180,12 @@ def test_vocabulary_is_checked(tmp_path):
 
 def test_end_of_document_id(tmp_path):
     a, b = write(tmp_path / "a", [50], eod_id=7), write(tmp_path / "b", [50], eod_id=8)
-    c = write(tmp_path / "c", [50])
+    c = write(tmp_path / "c", [50], eod_id=None)
     assert "tokenizer 7; " in problems(build(a, b, eod_id=7)) and "/b 8" in problems(build(a, b, eod_id=7))
     assert "different ids" in problems(build(a, b))
     assert build(a, c, split="1", eod_id=7).eod_id == build(a, c, split="1").eod_id == 7
     assert build(c, split="1").eod_id is None
+    assert [n for n in build(a, c, split="1").notices if "without --append-eod" in n and c in n and a not in n]
     assert "--eod-mask-loss needs" in problems(build(c, split="1", eod_mask_loss=True))
     assert "finds documents by the end-of-document id" in problems(build(c, split="1", sample_order="megatron"))
     assert build(c, split="1", sample_order="megatron", document_mask=False).train is not None

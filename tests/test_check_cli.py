@@ -274,3 +274,46 @@ def test_a_tie_that_is_not_declared_is_named(
     write(tmp_path, "wrong_tie", BASE + FORGETS_ITS_TIE, monkeypatch)
     assert main(["check", "wrong_tie:Model", "--max-ranks", "1"]) == 2
     assert "embed.tokens.weight and head.output.weight are one parameter" in capsys.readouterr().err
+
+
+CUT_OFF = """
+class Cut(Block):
+    def __init__(self, config, parallel, index):
+        super().__init__(config, parallel, index)
+        self.gate = replicated(parallel, (4,), 1.0)
+
+    def forward(self, hidden, ctx):
+        return super().forward(hidden.detach(), ctx)
+
+class Model(Base):
+    def make_block(self, index):
+        return Cut(self.config, self.parallel, index)
+"""
+
+IN_FP32 = """
+class Narrow(Block):
+    def __init__(self, config, parallel, index):
+        super().__init__(config, parallel, index)
+        self.gate = replicated(parallel, (config.hidden_size,), 0.1)
+
+    def forward(self, hidden, ctx):
+        return super().forward(hidden, ctx) + (hidden.float() * self.gate.float()).to(hidden.dtype)
+
+class Model(Base):
+    def make_block(self, index):
+        return Narrow(self.config, self.parallel, index)
+"""
+
+
+def test_what_check_tells_besides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parameters without a gradient, which every layout leaves alike; fp32 inside a model of fp64."""
+    base = f"{BASE}\nfrom megatron_lite.tensor.layers import replicated\n"
+    small = "--max-ranks 2 --num-layers 2 --global-batch-size 2"
+    write(tmp_path, "cut_off", base + CUT_OFF, monkeypatch)
+    assert main(["check", "cut_off:Model", *small.split()]) == 0
+    said = capsys.readouterr().out
+    assert "NO GRADIENT in any step: blocks.0.attention.key.weight" in said and "more: never used, or cut off" in said, said
+    write(tmp_path, "in_fp32", base + IN_FP32, monkeypatch)
+    assert main(["check", "in_fp32:Model", *small.split()]) == 1
+    said = capsys.readouterr().out
+    assert "; looks like fp32" in said and "look for .float()" in said and "NO GRADIENT" not in said, said

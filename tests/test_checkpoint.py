@@ -10,6 +10,9 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
+import sys
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +42,7 @@ from hypothesis import strategies as st
 
 from megatron_lite.checkpoint import load as load_module
 from megatron_lite.checkpoint import manifest as manifest_module
+from megatron_lite.checkpoint import owner as owner_module
 from megatron_lite.checkpoint import save as save_module
 from megatron_lite.checkpoint.load import CorruptCheckpoint, Reader, intersect, load_shares, name_problems
 from megatron_lite.checkpoint.manifest import (
@@ -54,6 +58,7 @@ from megatron_lite.checkpoint.manifest import (
     read_marker,
     step_directory,
 )
+from megatron_lite.checkpoint.owner import Owner, take_together
 from megatron_lite.checkpoint.retention import prune
 from megatron_lite.checkpoint.save import plan_file, save_checkpoint
 from megatron_lite.checkpoint.together import SaveError, everyone
@@ -757,6 +762,115 @@ def test_retention_killed_at_any_moment(tmp_path: Path) -> None:
         assert entries(tmp_path / "run") == ["step_00000003"]
         shutil.rmtree(tmp_path / "run")
         shutil.copytree(tmp_path / "all", tmp_path / "run")
+
+
+def test_retention_removes_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:
+    """A checkpoint that was put on another disk; and a save that meets a link in its way."""
+    elsewhere = tmp_path / "elsewhere"
+    saves(tmp_path / "run", 1, 2, 3)
+    for step in (1, 3):
+        shutil.move(step_directory(tmp_path / "run", step), step_directory(elsewhere, step))
+        step_directory(tmp_path / "run", step).symlink_to(step_directory(elsewhere, step))
+    step_directory(tmp_path / "run", 4).symlink_to(tmp_path / "nothing")
+    assert prune(tmp_path / "run", 1, None) == [1, 2] and found_step(tmp_path / "run") == 3
+    saves(tmp_path / "run", 3, 4)
+    assert entries(tmp_path / "run") == ["step_00000003", "step_00000004"] and found_step(tmp_path / "run") == 4
+    assert not step_directory(tmp_path / "run", 3).is_symlink()
+    assert all(incomplete_reason(step_directory(elsewhere, step)) is None for step in (1, 3))
+
+
+def test_what_cannot_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others go, and so does the run on: what was saved is complete."""
+    saves(tmp_path, 1, 2, 3)
+    real, said = shutil.rmtree, []
+
+    def rmtree(path: Path) -> None:
+        if path.name.startswith("step_00000001"):
+            raise OSError(39, "Directory not empty")
+        real(path)
+
+    monkeypatch.setattr(manifest_module.shutil, "rmtree", rmtree)
+    assert prune(tmp_path, 1, None, say=said.append) == [2] and entries(tmp_path) == ["step_00000001", "step_00000003"]
+    assert said == [f"{tmp_path}/step_00000001 is not needed any more and cannot be removed: [Errno 39] Directory not empty"]
+    monkeypatch.undo()
+    saves(tmp_path, 1)
+    monkeypatch.setattr(manifest_module.shutil, "rmtree", rmtree)
+    saves(tmp_path, 1)
+    assert found_step(tmp_path) == 1, "its older save could not be removed"
+    assert prune(tmp_path / "step_00000001" / MARKER / "below", 1, None) == []
+    monkeypatch.setattr(manifest_module.Path, "iterdir", mock.Mock(side_effect=OSError(5, "Input/output error")))
+    said.clear()
+    assert prune(tmp_path, 1, None, say=said.append) == [] and "[Errno 5] Input/output error" in said[0]
+
+
+def test_files_copied_into_the_directory_of_another_step(tmp_path: Path) -> None:
+    saves(tmp_path, 1, 2)
+    (tmp_path / "step_00000003").mkdir()
+    for file in (tmp_path / "step_00000002").iterdir():
+        shutil.copy(file, tmp_path / "step_00000003")
+    assert incomplete_reason(tmp_path / "step_00000003") == "holds the checkpoint of step 2"
+    found = find_checkpoint(tmp_path)
+    assert found is not None and found.step == 2
+    assert "passed over: step_00000003: holds the checkpoint of step 2" in found.notice
+    with pytest.raises(ValueError, match="step_00000003: holds the checkpoint of step 2"):
+        find_checkpoint(tmp_path, 3)
+    (tmp_path / "step_00000003").rename(tmp_path / "best")
+    assert incomplete_reason(tmp_path / "best") is None, "another name says nothing"
+
+
+# --- one run at a time ----------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys
+from pathlib import Path
+from megatron_lite.checkpoint.owner import Owner
+owner = Owner(Path(sys.argv[1]))
+owner.take()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_directory_belongs_to_one_process_while_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_module, "PATIENCE", 0.2)
+    root = tmp_path / "new" / "run"
+    command = [sys.executable, "-c", HOLD, str(root)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        wanted = rf"--save {root} is being written by another run \(process {other.pid} on \S+ since 2\d{{3}}-.*\): end it"
+        for error in on_ranks(2, lambda world: take_together(root, world)):
+            assert isinstance(error, ValueError) and re.match(wanted, str(error)), error
+        other.kill()
+    let_go = take_together(root, ONE)
+    assert f"process {os.getpid()} on " in (root / ".lock").read_text()
+    with pytest.raises(ValueError, match=rf"\(process {os.getpid()} on "):
+        Owner(root).take()
+    saves(root, 1, 2)
+    assert prune(root, 1, None) == [1] and entries(root) == [".lock", "step_00000002"]
+    let_go()
+    Owner(root).take()
+
+
+def test_a_run_that_is_just_ending_is_waited_for(tmp_path: Path) -> None:
+    before, after = Owner(tmp_path), Owner(tmp_path)
+    before.take()
+    timer = threading.Timer(0.5, before.release)
+    timer.start()
+    after.take()
+    timer.join()
+    after.release()
+
+
+@pytest.mark.parametrize("broken", ["flock", "open"])
+def test_no_locks_no_protection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    """A file system without them, or one that cannot be written: the run starts."""
+    if broken == "flock":
+        monkeypatch.setattr(owner_module.fcntl, "flock", mock.Mock(side_effect=OSError(37, "No locks available")))
+    else:
+        (tmp_path / ".lock").mkdir()
+    for owner in (Owner(tmp_path), Owner(tmp_path)):
+        owner.take()
+        owner.release()
 
 
 def test_marker_says_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

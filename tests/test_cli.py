@@ -127,7 +127,7 @@ def test_another_runs_checkpoints_stay(tmp_path: Path, capsys: pytest.CaptureFix
     """A start that does not go on from what is in --save would overwrite or prune it."""
     argv = ["train", *GOOD, "--micro-batch-size", "1", "--device", "cpu", "--train-iters", "2", "--save", str(tmp_path)]
     assert main(argv) == exit_codes.DONE
-    for more in ([], ["--more", str(tmp_path / "other")]):
+    for more in ([], ["--load", str(tmp_path / "other")]):
         (tmp_path / "other").mkdir(exist_ok=True)
         assert main([*argv, "--keep-last", "1", *more]) == exit_codes.CONFIGURATION
         assert f"--save {tmp_path} holds checkpoints of an earlier run (the newest of step 2)" in capsys.readouterr().err

@@ -20,7 +20,15 @@ from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.model.gpt import GPT
 from megatron_lite.model.llama import Llama
 from megatron_lite.model.problems import model_problems
-from megatron_lite.model.protocol import ForwardContext, build_part, full_specs, load_definition, part_names, tie
+from megatron_lite.model.protocol import (
+    ForwardContext,
+    build_part,
+    full_specs,
+    load_definition,
+    part_names,
+    source_digest,
+    tie,
+)
 from megatron_lite.tensor.spec import TensorParallel
 from megatron_lite.testing.ranks import run_ranks
 
@@ -81,6 +89,8 @@ def test_the_working_directory_comes_first_and_leaves_nothing_in_front(tmp_path,
             "from megatron_lite.model.gpt import GPT\nclass Mine(GPT): ...",
             "has no Model; it defines GPT, Mine",
         ),
+        ("team_h:Model", "x = 1\ny = (", r"module team_h: .*team_h.py, line 2: '\(' was never closed"),
+        ("team_i:Model", "import sys\nsys.exit(0)", r"module team_i ends the program when it is imported \(exit code 0\)"),
         ("team_d:Model", "x = 1", "has no Model; it defines no subclass of ModelDefinition"),
         ("team_e:Model", "class Model: ...", "Model is not a subclass of megatron_lite.model.protocol.ModelDefinition"),
         (
@@ -102,6 +112,23 @@ def test_what_cannot_be_loaded_says_why(name, text, message, tmp_path, monkeypat
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
     with pytest.raises(ValueError, match=message):
         load_definition(name)
+
+
+def test_the_digest_is_of_the_source(tmp_path, monkeypatch):
+    """Ranks with another file of this name, or another file that its class is derived from, are told apart."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    text = "from megatron_lite.model.gpt import GPT as Base\nclass Model(Base): ..."
+    (tmp_path / "team_base.py").write_text(text)
+    (tmp_path / "team_derived.py").write_text(text.replace("megatron_lite.model.gpt import GPT", "team_base import Model"))
+    found = load_definition("team_derived:Model")
+    first = source_digest(found)
+    assert first == source_digest(found) != source_digest(load_definition("team_base:Model"))
+    (tmp_path / "team_base.py").write_text(text + "  # another")
+    second = source_digest(found)
+    (tmp_path / "team_derived.py").write_text("")
+    assert len({first, second, source_digest(found)}) == 3
+    assert source_digest(GPT) == source_digest(Llama)  # of ours, all files are compared
 
 
 # ---- parallel layers: every layout computes the same

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from megatron_lite.data.describe import describe
 from megatron_lite.data.index_format import DTYPES, DatasetMeta, IndexHeader
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, choose_dtype, merge
+from megatron_lite.data.sources import open_all
 
 CODES = {code: dtype.str.lstrip("<|") for code, dtype in DTYPES.items()}
 
@@ -70,6 +71,18 @@ def test_reads_every_dtype(tmp_path, code, mmap_bin):
     assert dataset.read(1, 5).dtype == np.int64 and dataset.read(1, 5).tolist() == [2, 3, 4, 5]
     assert dataset.problems() == []
     dataset.close()
+
+
+@pytest.mark.parametrize("code", sorted(DTYPES))
+def test_only_whole_numbers_are_token_ids(tmp_path, code):
+    """1.5 would be trained on as token 1."""
+    plain_write(tmp_path / "a", code, DOCUMENTS)
+    opened, problems = open_all([str(tmp_path / "a")])
+    if code in (6, 7):
+        (problem,) = problems
+        assert str(problem) == f"{tmp_path}/a.bin holds {DTYPES[code].name} numbers, not token ids" and not opened
+    else:
+        assert not problems and opened[str(tmp_path / "a")].num_tokens == 7
 
 
 @given(nested, st.sampled_from(sorted(DTYPES)))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from train_toys import MOCK, ROOT, Outcome, state_of, steps_of, tensors_of, train_here, trained
+from train_toys import MOCK, ROOT, Outcome, environment, state_of, steps_of, tensors_of, train_here, trained
 
 from megatron_lite.config import exit_codes
 from megatron_lite.config.transformer import LlamaConfig
@@ -166,14 +169,167 @@ def test_a_file_is_appended_to(tmp_path: Path) -> None:
     lines.write({"step": 2})
     lines.close()
     assert lines.run == 2 and [r["step"] for r in read_lines(path)] == [1, 1, 2]
-    path.write_bytes(b"\xff\xfe not ours\n[1]\n7\n")
-    assert JsonLines(path).run == 0 and list(read_lines(path)) == []
+    path.write_bytes(b'\xff\xfe not ours\n[1]\n7\n{"run": "a"}\n')
+    assert JsonLines(path).run == 0 and list(read_lines(path)) == [{"run": "a"}]
 
 
 def test_a_log_directory_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     outcome = train_here(f"{SIX} --log-dir {tmp_path}/file/logs")
     assert outcome.code == exit_codes.CONFIGURATION and "--log-dir" in outcome.error
+
+
+@pytest.mark.parametrize("in_the_way", ["run.json", "run.json.tmp", "metrics.jsonl"])
+def test_what_is_in_the_way_of_a_log(in_the_way: str, tmp_path: Path) -> None:
+    (tmp_path / in_the_way).mkdir()
+    outcome = train_here(f"{SIX} --log-dir {tmp_path}")
+    assert outcome.code == exit_codes.CONFIGURATION, outcome
+    assert str(tmp_path / in_the_way).removesuffix(".tmp") in outcome.error and len(outcome.error.splitlines()) == 1
+    assert "Is a directory" in outcome.error and not (tmp_path / "run.json.tmp").is_file()
+
+
+# ---- a disk that is full
+
+
+def short_of(free: dict[str, int]) -> Callable[[int, bytes], int]:
+    """An ``os.write`` for disks with this many bytes left, by a part of the path. As the system's, it writes what fits."""
+    write = os.write
+
+    def short(fd: int, data: bytes) -> int:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        part = next((part for part in free if part in path), None)
+        if part is None:
+            return write(fd, data)
+        if not free[part]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = write(fd, data[: free[part]])
+        free[part] -= done
+        return done
+
+    return short
+
+
+def test_a_line_is_written_in_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.write({"step": 1})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    free = {"metrics.jsonl": 20}
+    monkeypatch.setattr(os, "write", short_of(free))
+    for _ in range(2):  # the second finds no room at all
+        with pytest.raises(OSError, match="No space left"):
+            lines.write({"step": 2})
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    monkeypatch.undo()
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
+    lines.write({"step": 3})
+    lines.close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 3]
+
+
+def test_a_cut_line_on_a_full_disk_is_an_error_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"run": 0, "st')
+    monkeypatch.setattr(os, "write", short_of({"metrics.jsonl": 0}))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl cannot be written \(No space left on device\)"):
+        JsonLines(tmp_path / "metrics.jsonl")
+
+
+def test_training_goes_on_without_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said once; the steps, the evaluations and the save follow, and the file ends with a whole line."""
+    monkeypatch.setattr(os, "write", short_of({"metrics.jsonl": 1500}))
+    outcome = train_here(f"{SIX} --save {tmp_path} --log-interval 1")
+    assert outcome.code == 0, outcome
+    said = f"{tmp_path}/metrics.jsonl cannot be written any more: No space left on device; the run goes on without it"
+    assert outcome.text.count("cannot be written") == outcome.text.count(said) == 1, outcome.text
+    assert "step 6/6" in outcome.text and "test loss" in outcome.text and state_of(tmp_path, 6)["progress"]["step"] == 6
+    text = (tmp_path / "metrics.jsonl").read_text()
+    steps = [json.loads(line)["step"] for line in text.splitlines()]
+    assert text.endswith("\n") and steps[0] == 1 and len(steps) < 6
+
+
+@pytest.mark.parametrize("fails_in", ["log", "finish"])
+def test_training_goes_on_without_weights_and_biases(fails_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class Run:
+        def log(self, record: dict[str, Any], step: int) -> None:
+            calls.append(step)
+            if fails_in == "log":
+                raise RuntimeError("its service is gone")
+
+        def finish(self) -> None:
+            raise RuntimeError("its service is gone")
+
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **_: Run()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    outcome = train_here(f"{SIX} --log-dir {tmp_path} --wandb-project p")
+    assert outcome.code == 0 and sorted(steps_of(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    assert outcome.text.count("for Weights & Biases cannot be written any more: RuntimeError: its service is gone") == 1
+    assert (calls == [1]) == (fails_in == "log")
+
+
+LIMITED = """
+import resource, sys
+from megatron_lite.cli.main import main
+import megatron_lite.train.{place} as place
+{name} = place.{name}
+def limited(*args, **kwargs):
+    resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, resource.RLIM_INFINITY))
+    return {name}(*args, **kwargs)
+place.{name} = limited
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def limited(size: int, name: str, flags: str, folder: Path, place: str = "build") -> subprocess.CompletedProcess[str]:
+    """A training whose files cannot grow beyond a size from the call of a function of a module on."""
+    script = LIMITED.format(size=size, name=name, place=place)
+    command = [sys.executable, "-c", script, "train", *flags.split(), "--log-dir", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_no_room_for_run_json(size: int, tmp_path: Path) -> None:
+    done = limited(size, "write_run_json", SIX, tmp_path)
+    assert done.returncode == exit_codes.CONFIGURATION, done
+    assert f"{tmp_path}/run.json cannot be written (File too large)" in done.stderr and "Traceback" not in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_no_room_for_tensorboard(tmp_path: Path) -> None:
+    done = limited(0, "TensorBoard", f"{SIX} --tensorboard-dir {tmp_path}/board", tmp_path, "report")
+    assert done.returncode == exit_codes.CONFIGURATION, done
+    assert f"--tensorboard-dir {tmp_path}/board cannot be written (File too large)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_training_goes_on_without_tensorboard(tmp_path: Path) -> None:
+    """Metrics too, on a disk that takes no more than run.json: one line for each, no traceback of TensorBoard's thread."""
+    run_json = 12_000
+    flags = f"{MOCK} --train-iters 60 --tensorboard-dir {tmp_path}/board --log-interval 1"
+    done = limited(run_json, "Reporter", flags, tmp_path)
+    assert done.returncode == 0, done
+    for what in (f"{tmp_path}/metrics.jsonl", f"TensorBoard's file in {tmp_path}/board"):
+        assert done.stdout.count(f"{what} cannot be written any more: File too large; the run goes on without it") == 1
+    assert "step 60/60" in done.stdout and "Traceback" not in done.stderr
+    written = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert written == list(range(1, len(written) + 1)) and 10 < len(written) < 60
+
+
+def test_a_standard_output_that_is_full(tmp_path: Path) -> None:
+    """Said once on standard error; nothing is left over that fails at exit."""
+    script = (
+        "from megatron_lite.train.metrics import Console\n"
+        "console = Console(0, 9, 1, enabled=True)\n"
+        "for n in range(3): console.say(f'line {n}')\n"
+        "print('more')\n"
+        "console.close()\n"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, text=True, env=environment())
+    said = "standard output cannot be written any more: No space left on device; the run goes on without it\n"
+    assert (done.returncode, done.stderr) == (0, said)
 
 
 # ---- TensorBoard, W&B

@@ -20,6 +20,7 @@ from train_toys import (
     steps_of,
     tensors_of,
     torchrun,
+    train_here,
     trained,
 )
 
@@ -368,3 +369,49 @@ def test_other_data_are_named(saved: Path, tmp_path: Path) -> None:
     outcome = load(f"--load {saved} --ckpt-step 4 --save {tmp_path} --seed 7")
     assert outcome.code == 0, outcome
     assert "seed 1234 in the checkpoint, 7 now" in outcome.text and "goes on at sample 16" in outcome.text
+
+
+def test_a_model_that_would_compute_something_else(data: str, tmp_path: Path) -> None:
+    """Weights of the same shapes, another function: refused, with both values; a note for a start of its own."""
+    save, other = tmp_path / "save", tmp_path / "other"
+    data += " --lr-decay-iters 8"
+    trained(1, f"{data} --train-iters 1 --save {save}")
+    go_on = f"{data} --save {save} --load {save} --kv-channels 8 --ffn-hidden-size 64 --hidden-dropout 0.1"  # sizes as they were
+    afresh = f"{data} --save {other} --load {save} --finetune --train-iters 1 --rotary-base 500"
+    done, wrong, tuned = trained(
+        1, f"{go_on} --train-iters 2", f"{go_on} --train-iters 3 --rotary-base 500 --norm-epsilon 0.1", afresh
+    )
+    assert done.code == exit_codes.DONE, done.error
+    assert wrong.code == exit_codes.CONFIGURATION, wrong
+    for part in ("another model: ", "rotary_base 10000.0 in the checkpoint, 500.0 now", "norm_epsilon 1e-05 in the checkpoint, 0.1"):
+        assert part in wrong.error, wrong.error
+    assert tuned.code == exit_codes.DONE and "NOTE: " in tuned.text and "rotary_base 10000.0" in tuned.text, tuned
+
+
+STATEFUL = """
+from examples.my_model import MyModel
+import torch
+
+class Model(MyModel):
+    def make_block(self, index):
+        block = super().make_block(index)
+        block.register_buffer("seen", torch.zeros(1), persistent=PERSISTENT)
+        block.register_forward_pre_hook(lambda module, inputs: module.seen.add_(1) and None)
+        return block
+"""
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_state_outside_of_parameters(persistent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer that steps change would be lost in a checkpoint: the run ends after its first step and names it."""
+    name = f"stateful_{persistent}"
+    (tmp_path / f"{name}.py").write_text(STATEFUL.replace("PERSISTENT", str(persistent)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sizes = "--model.num-layers 2 --model.hidden-size 32 --model.num-attention-heads 4 --model.vocab-size 61"
+    its = f"--model {name}:Model {sizes} --model.max-position-embeddings 16 --seq-length 16 --micro-batch-size 1 --lr 1e-3"
+    run = f"{its} --mock-data --tokenizer-type NullTokenizer --train-iters 2 --eval-iters 0 --device cpu --log-dir {tmp_path}"
+    done = train_here(run)
+    if persistent:
+        assert done.code == exit_codes.CONFIGURATION and "blocks.0.seen, blocks.1.seen: a buffer that a step changes" in done.error
+    else:
+        assert done.code == exit_codes.DONE, done

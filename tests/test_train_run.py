@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import shlex
 import threading
 import time
@@ -29,6 +30,7 @@ from train_toys import (
 )
 from whole_model import make_whole
 
+from megatron_lite.checkpoint import owner
 from megatron_lite.cli.train import prepare, read
 from megatron_lite.config import exit_codes
 from megatron_lite.data.batch import make_batch
@@ -120,6 +122,24 @@ def test_nothing_to_do_is_done(tmp_path: Path) -> None:
 
 
 # ---- evaluation
+
+
+def test_one_run_at_a_time_saves_to_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever comes second is told who was first, before anything is opened; who saves nothing does not mind."""
+    monkeypatch.setattr(owner, "PATIENCE", 0.2)
+    save = f"--save {tmp_path}/a --load {tmp_path}/a"
+    first = owner.Owner(tmp_path / "a")
+    first.take()
+    refused = train_here(f"{MOCK} --train-iters 3 {save}")
+    assert refused.code == exit_codes.CONFIGURATION
+    assert refused.error.startswith(f"--save {tmp_path}/a is being written by another run (process {os.getpid()} on ")
+    evaluated = f"{MOCK} --train-iters 3 --skip-train --eval-iters 1 --log-dir {tmp_path}/log"
+    assert train_here(f"{evaluated} --save {tmp_path}/a").code == 0
+    assert train_here(f"{evaluated} --save {tmp_path}/b").code == 0 and not (tmp_path / "b").exists()
+    first.release()
+    assert train_here(f"{MOCK} --train-iters 3 {save}").code == 0
+    again = train_here(f"{MOCK} --train-iters 4 {save} --override-opt-param-scheduler")
+    assert again.code == 0 and saved(tmp_path / "a") == [3, 4], "it lets go at its end"
 
 
 def reference_loss(batches: int) -> float:

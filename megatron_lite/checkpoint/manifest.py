@@ -134,7 +134,13 @@ def sync_directory(path: Path) -> None:
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a step's directory, its marker first: a crash on the way leaves nothing that looks complete."""
+    """Remove a step's directory, its marker first: a crash on the way leaves nothing that looks complete.
+
+    Of a link only the link is removed: what it points to is somebody else's.
+    """
+    if directory.is_symlink():
+        directory.unlink()
+        return
     if (directory / MARKER).exists():
         (directory / MARKER).unlink()
         sync_directory(directory)
@@ -158,7 +164,8 @@ def read_marker(directory: Path) -> tuple[str, float] | None:
 def incomplete_reason(directory: Path) -> str | None:
     """Why a step directory is not a complete checkpoint, or None when it is one.
 
-    Sizes are compared for every file; the bytes are checked against their checksums when they are read.
+    Sizes are compared for every file; the bytes are checked against their checksums when they are read. A directory that
+    has the name of another step is not one: its files were copied there.
     """
     marker = read_marker(directory)
     if marker is None:
@@ -173,11 +180,14 @@ def incomplete_reason(directory: Path) -> str | None:
         return f"manifest.json does not match the checksum in {MARKER}"
     try:
         manifest = json.loads(data)
-        version, files = manifest["format_version"], dict(manifest["files"])
+        version, step, files = manifest["format_version"], manifest["step"], dict(manifest["files"])
     except (ValueError, KeyError, TypeError):
         return "manifest.json is not a manifest"
     if version != FORMAT_VERSION:
         return f"format version {version}, this program reads {FORMAT_VERSION}"
+    name_of_step = _STEP.fullmatch(directory.name)
+    if name_of_step and int(name_of_step.group(1)) != step:
+        return f"holds the checkpoint of step {step}"
     for name, expected in files.items():
         if not _FILE.fullmatch(name):
             return f"manifest.json names {name!r}, which is no file of a checkpoint"

@@ -8,6 +8,7 @@ waiting for it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -165,8 +166,8 @@ def save_checkpoint(
 
     def prepare() -> None:
         root.mkdir(parents=True, exist_ok=True)
-        if temporary.exists():
-            shutil.rmtree(temporary)  # left by a save that died
+        if os.path.lexists(temporary):
+            remove_directory(temporary)  # left by a save that died
         temporary.mkdir()
 
     def write() -> dict[str, dict[str, int]]:
@@ -213,13 +214,14 @@ def publish(temporary: Path, final: Path, files: dict[str, dict[str, int]], step
     write_durably(temporary / "manifest.json", data)
     replaced = final.with_name(final.name + REPLACED)
     if final.exists() and incomplete_reason(final) is None:
-        if replaced.exists():
+        if os.path.lexists(replaced):
             remove_directory(replaced)
         os.replace(final, replaced)
-    elif final.exists():
+    elif os.path.lexists(final):
         remove_directory(final)  # left by a save that died before its marker; ``replaced`` may be the complete one
     os.replace(temporary, final)
     sync_directory(final.parent)
     write_durably(final / MARKER, marker_text(data, time.time()))
-    if replaced.exists():
-        remove_directory(replaced)
+    with contextlib.suppress(OSError):  # the checkpoint is complete; pruning tries again, and tells
+        if os.path.lexists(replaced):
+            remove_directory(replaced)

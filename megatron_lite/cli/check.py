@@ -104,6 +104,7 @@ def _check(architecture: str, model: Any, args: argparse.Namespace) -> bool:
     """Run and print the table of one model; whether every line holds."""
     from megatron_lite.model.problems import model_problems
     from megatron_lite.model.protocol import load_definition
+    from megatron_lite.testing.equal import without_gradient
     from megatron_lite.testing.layouts import Case, legal_layouts, reference_of
 
     base = Case(model=model, architecture=architecture, global_batch=args.global_batch_size, seq_length=args.seq_length)
@@ -127,6 +128,9 @@ def _check(architecture: str, model: Any, args: argparse.Namespace) -> bool:
                 rounded = rounded or FP32 in verdict
                 stories += [f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, {title}:\n{story}"] if story else []
     print("\n".join(stories[:1]), end="\n" if stories else "")  # what a rank raised, once
+    if idle := without_gradient(reference):
+        more = f" and {len(idle) - 6} more" if len(idle) > 6 else ""
+        print(f"NO GRADIENT in any step: {', '.join(idle[:6])}{more}: never used, or cut off from the loss")
     if rounded:
         print(
             "Deviations around 1e-8 are fp32 in a model of fp64: look for .float() or a dtype that is written out in the model, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def relative_difference(a: float | None, b: float | None) -> float:
-    """|a - b| / max(|a|, |b|); 0 where both are missing, infinite where one is."""
+    """|a - b| / max(|a|, |b|); 0 where both are missing, or the same number, NaN too; infinite where one is not finite."""
     if a is None or b is None:
-        return 0.0 if a is b else float("inf")
-    scale = max(abs(a), abs(b))
-    return abs(a - b) / scale if scale else 0.0
+        return 0.0 if a is b else math.inf
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    return abs(a - b) / max(abs(a), abs(b)) if math.isfinite(a) and math.isfinite(b) else math.inf
 
 
 def first_difference(a: dict[int, dict[str, Any]], b: dict[int, dict[str, Any]], rtol: float) -> tuple[int, str, float] | None:
@@ -85,13 +87,22 @@ def read_run(directory: Path) -> tuple[dict[int, dict[str, Any]], dict[str, Any]
         raise ValueError(f"there is no directory {directory}: give the --log-dir of a run")
     if not metrics.exists():
         raise ValueError(f"{directory} holds no metrics.jsonl: give the --log-dir of a run")
-    steps = read_metrics(metrics)[0]
+    try:
+        steps = read_metrics(metrics)[0]
+    except OSError as error:
+        raise ValueError(f"{metrics} cannot be read: {error.strerror}") from None
     if not steps:
         raise ValueError(f"{metrics} holds no step: the run has not finished one")
+    for step, record in steps.items():
+        for field in COMPARED:
+            if type(record.get(field)) not in (int, float, type(None)):
+                raise ValueError(f"{metrics} is not the record of a run: {field} of step {step} is {record[field]!r}")
     if not settings.exists():
         return steps, {}
     try:
         return steps, dict(json.loads(settings.read_text(encoding="utf-8"))["config"])
+    except OSError as error:
+        raise ValueError(f"{settings} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{settings} is not the record of a run") from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ def run(argv: Sequence[str]) -> int:
         _, text = prepare(read(argv), RankInfo(0, ranks, 0, ranks, "here", "check"), {})
         print(f"{text}\nno problems; nothing was started", flush=True)
         return DONE
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # "save and go on", from a scheduler that knows of no start-up
     info = rank_info(os.environ)
     if info.world_size > 1:
         die_with_parent()

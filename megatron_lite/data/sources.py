@@ -55,9 +55,13 @@ def open_all(prefixes: Iterable[str], *, mmap_bin: bool = True) -> tuple[dict[st
 
     def attempt(prefix: str) -> IndexedDataset | str:
         try:
-            return IndexedDataset(prefix, mmap_bin=mmap_bin)
+            dataset = IndexedDataset(prefix, mmap_bin=mmap_bin)
         except (OSError, ValueError) as error:
             return str(error)
+        if dataset.dtype.kind == "f":  # the format has such files; as ids they would be rounded without a word
+            dataset.close()
+            return f"{prefix}.bin holds {dataset.dtype.name} numbers, not token ids"
+        return dataset
 
     with ThreadPoolExecutor(min(8, max(1, len(unique))), thread_name_prefix="open") as pool:
         for prefix, found in zip(unique, pool.map(attempt, unique), strict=True):

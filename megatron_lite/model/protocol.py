@@ -25,6 +25,7 @@ import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, is_dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -174,10 +175,26 @@ def _import_module(name: str) -> ModuleType:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise ValueError(f"no module {name} in {here} or among the installed packages") from error
         raise ValueError(f"module {name} was found, but it needs {error.name}, which is not installed") from error
+    except SyntaxError as error:
+        raise ValueError(f"module {name}: {error.filename}, line {error.lineno}: {error.msg}") from error
+    except SystemExit as error:
+        raise ValueError(f"module {name} ends the program when it is imported (exit code {error.code})") from error
     finally:
         sys.path.remove(here)
         if here not in sys.path:
             sys.path.append(here)
+
+
+def source_digest(definition: type[ModelDefinition]) -> str:
+    """Digest of a model's source files: of its class, of those it is derived from, and of the rest of its package."""
+    own = definition.__module__.partition(".")[0]
+    names = {cls.__module__ for cls in definition.__mro__} | {name for name in sys.modules if name.partition(".")[0] == own}
+    total = hashlib.sha256()
+    for name in sorted(names - {"builtins"}):
+        source = getattr(sys.modules.get(name), "__file__", None)
+        if source and source.endswith(".py") and not name.startswith("megatron_lite."):  # ours: see mesh.agreement
+            total.update(name.encode() + b"\0" + hashlib.sha256(Path(source).read_bytes()).digest())
+    return total.hexdigest()[:16]
 
 
 def part_names(definition: ModelDefinition) -> list[str]:

@@ -102,6 +102,11 @@ class Stage(nn.Module):
         if recompute is not None:
             self._refuse_drawn_masks()
 
+    def persistent_buffers(self) -> dict[str, torch.Tensor]:
+        """What its modules have registered as state besides parameters (not their caches: ``persistent=False``)."""
+        stored = self.state_dict().keys()
+        return {name: buffer for name, buffer in self.named_buffers() if name in stored}
+
     @classmethod
     def build(
         cls,

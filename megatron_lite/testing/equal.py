@@ -98,6 +98,13 @@ def deviation(a: dict[str, np.ndarray], ref: dict[str, np.ndarray], what: str) -
     return worst
 
 
+def without_gradient(result: RankResult) -> list[str]:
+    """Parameters of one process whose gradient is zero in the first and in the last step, and not for a reason."""
+    steps = [full_tensors([pieces], "gradient", once=True) for pieces in (result.first_gradients, result.gradients)]
+    zero = [{name for name, value in step.items() if not value.any()} for step in steps]
+    return sorted(name for name in zero[0] & zero[1] if not name.endswith(EXACT_ZERO))
+
+
 NUMBERS = ("losses", "aux_losses", "norms")
 
 

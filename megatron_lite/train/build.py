@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import megatron_lite
+from megatron_lite.checkpoint.owner import take_together
 from megatron_lite.config.derived import log_directory
 from megatron_lite.config.load import to_dict
 from megatron_lite.config.schema import RunConfig
@@ -21,6 +22,7 @@ from megatron_lite.mesh.agreement import agree, code_digest
 from megatron_lite.mesh.layout import layout_for
 from megatron_lite.mesh.local import RankInfo
 from megatron_lite.mesh.mesh import ProcessMesh
+from megatron_lite.model.protocol import load_definition, source_digest
 from megatron_lite.optim import from_config
 from megatron_lite.optim.batch_size import BatchSchedule
 from megatron_lite.optim.scaler import LossScaler
@@ -108,13 +110,20 @@ def build(
         torch.use_deterministic_algorithms(True)
     device = torch.device("cuda", info.local_rank) if device_type(config) == "cuda" else torch.device("cpu")
     mesh = ProcessMesh.open(layout, backend=backend, device=device, kv_heads=kv_heads(config.model))
-    agree(mesh, {"configuration": to_dict(config), "code": code_digest(Path(megatron_lite.__file__).parent)})
+    sources = {
+        "code": code_digest(Path(megatron_lite.__file__).parent),
+        "code of the model": source_digest(load_definition(config.architecture)),
+    }
+    agree(mesh, {"configuration": to_dict(config), **sources})
     log_dir = Path(mesh.axis("world").gather_json(log_directory(config, time.strftime("%Y%m%d-%H%M%S")))[0])
     guard.log_dir = log_dir
     batch = from_config.batch_schedule(training, config.data.seq_length, layout.dp)
     last_step, samples = from_config.training_length(training, batch)
     rates = from_config.rates(training, config.optimizer, batch)
     scaler = from_config.loss_scaler(training, config.optimizer)
+    if config.checkpoint.save is not None and not config.evaluation.skip_train:
+        guard.beat(f"taking {config.checkpoint.save} for this run", PATIENCE)
+        closing.callback(take_together(Path(config.checkpoint.save), mesh.axis("world")))
     guard.beat("opening the data", PATIENCE)
     data = open_data(config, mesh, batch, last_step, samples)
     closing.callback(data.close)

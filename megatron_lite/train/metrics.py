@@ -8,15 +8,17 @@ docs/metrics.md is its schema.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
@@ -64,10 +66,15 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
-    """(training lines, lines of the evaluations on validation data) by step; the last line of a step counts."""
+    """(training lines, lines of the evaluations on validation data) by step; the last line of a step counts.
+
+    A line whose step is no whole number is none of ours and passed over.
+    """
     steps: dict[int, dict[str, Any]] = {}
     evaluations: dict[int, dict[str, Any]] = {}
     for record in read_lines(path):
+        if type(record.get("step")) is not int:
+            continue
         if "eval_loss" not in record:
             steps[record["step"]] = record
         elif record.get("split") == "validation":
@@ -84,10 +91,26 @@ def last_lines(path: Path, size: int = 1 << 20) -> Iterator[dict[str, Any]]:
         yield from _records(f.read().decode(errors="replace").splitlines())
 
 
+class Sink(Protocol):
+    """Where records go while a run trains. ``name`` is what a person is told when it fails."""
+
+    name: str
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def reason(error: Exception) -> str:
+    """Why something could not be written, for a person: the system's words where there are some."""
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+
+
 class JsonLines:
-    """Appends records to ``metrics.jsonl``; a line is written with one system call.
+    """Appends records to ``metrics.jsonl``; a line is written with one system call, and in whole or not at all.
 
     Attributes:
+        name: the path.
         run: how many starts wrote to this file before (0 for the first).
 
     Raises:
@@ -95,25 +118,48 @@ class JsonLines:
     """
 
     def __init__(self, path: Path) -> None:
+        self.name = str(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.run = max((record.get("run", -1) for record in last_lines(path)), default=-1) + 1
+            runs = (record.get("run") for record in last_lines(path))
+            self.run = max((run for run in runs if isinstance(run, int)), default=-1) + 1
             self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            size = os.fstat(self._fd).st_size
+            if size and os.pread(self._fd, 1, size - 1) != b"\n":
+                self._append(b"\n")  # the line before was cut off by a kill: keep ours apart from it
         except OSError as error:
-            raise ValueError(f"{path} cannot be written ({error.strerror}): give another --log-dir") from error
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # the line before was cut off by a kill: keep ours apart from it
+            raise ValueError(f"{path} cannot be written ({reason(error)}): give another --log-dir") from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line; a number that is not finite becomes null, which JSON has."""
         line = {"run": self.run, "time": time.time(), **record}
         line = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in line.items()}
-        os.write(self._fd, (json.dumps(line, allow_nan=False) + "\n").encode())
+        self._append((json.dumps(line, allow_nan=False) + "\n").encode())
+
+    def _append(self, data: bytes) -> None:
+        """Append all of it. On a disk that is full the beginning may still fit: it is taken back before the error."""
+        done = 0
+        try:
+            while done < len(data):
+                done += os.write(self._fd, data[done:])
+        except OSError:
+            if done:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, os.lseek(self._fd, 0, os.SEEK_CUR) - done)
+            raise
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
+
+
+_thread_hook = threading.excepthook
+
+
+def _worker_failed(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread ends with the error that its next call raises: it is told there, not as a traceback here."""
+    if not type(args.thread).__module__.startswith("tensorboard."):
+        _thread_hook(args)
 
 
 class TensorBoard:
@@ -122,6 +168,9 @@ class TensorBoard:
     Args:
         directory: of the event files.
         first_step: finished steps at this start; what an earlier start wrote of later steps is not shown any more.
+
+    Raises:
+        ValueError: the package is missing, or the directory cannot be written.
     """
 
     def __init__(self, directory: Path, first_step: int = 0) -> None:
@@ -131,7 +180,12 @@ class TensorBoard:
             raise ValueError(
                 "--tensorboard-dir is given, but the package tensorboard is not installed: pip install tensorboard"
             ) from None
-        self._writer = SummaryWriter(str(directory), purge_step=first_step + 1)  # type: ignore[no-untyped-call]
+        self.name = f"TensorBoard's file in {directory}"
+        threading.excepthook = _worker_failed
+        try:
+            self._writer = SummaryWriter(str(directory), purge_step=first_step + 1)  # type: ignore[no-untyped-call]
+        except Exception as error:  # TensorFlow's file systems, where it is installed, have errors of their own
+            raise ValueError(f"--tensorboard-dir {directory} cannot be written ({reason(error)})") from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write the numbers of a record."""
@@ -145,7 +199,13 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Scalars for Weights & Biases, which has to be installed; offline where its server cannot be reached."""
+    """Scalars for Weights & Biases, which has to be installed; offline where its server cannot be reached.
+
+    Raises:
+        ValueError: the package is missing, or not even an offline run can be begun.
+    """
+
+    name = "the record for Weights & Biases"
 
     def __init__(self, project: str, name: str | None, directory: Path, config: dict[str, Any]) -> None:
         try:
@@ -156,7 +216,10 @@ class WeightsAndBiases:
             self._run = wandb.init(project=project, name=name, dir=str(directory), config=config)
         except Exception as e:  # whatever the client raises when it has no network or no login
             print(f"W&B: no connection ({type(e).__name__}: {e}); this run is recorded offline, `wandb sync` sends it later", flush=True)
-            self._run = wandb.init(project=project, name=name, dir=str(directory), config=config, mode="offline")
+            try:
+                self._run = wandb.init(project=project, name=name, dir=str(directory), config=config, mode="offline")
+            except Exception as error:
+                raise ValueError(f"--wandb-project: no run can be recorded in {directory} ({reason(error)})") from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         self._run.log({k: v for k, v in record.items() if k not in ("step", "run", "time") and v is not None}, step=record["step"])
@@ -208,7 +271,10 @@ ETA_STEPS = 100  # by whose time, evaluations and saves included, the rest is ju
 
 
 class Console:
-    """The line per interval, and on a terminal a bar that moves with every step."""
+    """The line per interval, and on a terminal a bar that moves with every step.
+
+    A standard output that cannot be written any more (a full disk, a reader that is gone) is given up, not the run.
+    """
 
     def __init__(self, first_step: int, last_step: int, interval: int, enabled: bool) -> None:
         self.enabled, self.interval, self.last_step = enabled, max(1, interval), last_step
@@ -220,10 +286,21 @@ class Console:
         """A line of its own, above the bar."""
         if not self.enabled:
             return
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-        else:
-            print(text, flush=True)
+        try:
+            if self._bar is not None:
+                self._bar.write(text, file=sys.stdout)
+            else:
+                print(text, flush=True)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Say nothing from now on; what standard output still holds goes nowhere, so that it cannot fail again at exit."""
+        self.enabled = False
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with contextlib.suppress(OSError):
+            print(f"standard output cannot be written any more: {reason(error)}; the run goes on without it", file=sys.stderr, flush=True)
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Report one step."""
@@ -232,7 +309,10 @@ class Console:
         if self._bar is not None:
             self._bar.n = step
             speed = f"{record['tokens_per_second']:,.0f} tok/s"
-            self._bar.set_postfix_str(f"loss {record['loss']:.4f} lr {record['learning_rate']:.2e} {speed}")
+            try:
+                self._bar.set_postfix_str(f"loss {record['loss']:.4f} lr {record['learning_rate']:.2e} {speed}")
+            except OSError as error:
+                self._give_up(error)
         if step % self.interval == 0 or step == self.last_step:
             left = (self._times[-1] - self._times[0]) / (len(self._times) - 1) * (self.last_step - step)
             self.say(step_line(record, self.last_step, left))

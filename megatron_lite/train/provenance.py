@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -16,7 +17,8 @@ from typing import Any
 import torch
 
 import megatron_lite
-from megatron_lite.checkpoint.manifest import write_durably
+from megatron_lite.checkpoint.manifest import TEMPORARY, write_durably
+from megatron_lite.train.metrics import reason
 
 PACKAGES = ("torch", "numpy", "tokenizers", "sentencepiece", "tiktoken", "regex", "apex", "flash-attn", "transformer-engine")
 
@@ -49,14 +51,16 @@ def versions() -> dict[str, str]:
 def write_run_json(
     log_dir: Path, config: Mapping[str, Any], hosts: Sequence[str], environment: Mapping[str, str], extra: Mapping[str, Any]
 ) -> None:
-    """Write ``run.json``; earlier starts in the same directory are kept under ``starts``."""
+    """Write ``run.json``; earlier starts in the same directory are kept under ``starts``.
+
+    Raises:
+        ValueError: it cannot be written; nothing of a half-written one is left.
+    """
     path = log_dir / "run.json"
-    starts: list[Any] = []
-    if path.exists():
-        try:
-            starts = list(json.loads(path.read_text())["starts"])
-        except (ValueError, KeyError, TypeError):
-            starts = []  # a file that is not ours: the new one replaces it
+    try:
+        starts = _earlier_starts(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read, so it is not replaced ({reason(error)}): give another --log-dir") from error
     starts.append(
         {
             "time": time.time(),
@@ -70,5 +74,20 @@ def write_run_json(
             **extra,
         }
     )
-    log_dir.mkdir(parents=True, exist_ok=True)
-    write_durably(path, json.dumps({"config": config, "starts": starts}, indent=1).encode())
+    data = json.dumps({"config": config, "starts": starts}, indent=1).encode()
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        write_durably(path, data)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.with_name(path.name + TEMPORARY).unlink()
+        raise ValueError(f"{path} cannot be written ({reason(error)}): give another --log-dir") from error
+
+
+def _earlier_starts(path: Path) -> list[Any]:
+    if not path.exists():
+        return []
+    try:
+        return list(json.loads(path.read_text())["starts"])
+    except (ValueError, KeyError, TypeError):
+        return []  # a file that is not ours: the new one replaces it

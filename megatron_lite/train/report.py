@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.model.protocol import ModelDefinition
-from megatron_lite.train.metrics import Console, JsonLines, TensorBoard, WeightsAndBiases, peak_tflops
+from megatron_lite.train.metrics import Console, JsonLines, Sink, TensorBoard, WeightsAndBiases, peak_tflops, reason
 from megatron_lite.train.progress import Progress
 from megatron_lite.train.step import StepReport
 
@@ -34,10 +35,15 @@ def device_name(device: torch.device) -> str:
 class Reporter:
     """Writes what happened, on rank 0; on the other ranks every method does nothing.
 
+    A sink that cannot be written when the run starts is an error; one that fails later is named and left out.
+
     Args:
         config, mesh, definition: of the run.
         log_dir: where metrics.jsonl goes.
         first_step, last_step: of this start.
+
+    Raises:
+        ValueError: on rank 0, when a place for records cannot be written.
     """
 
     def __init__(
@@ -54,7 +60,7 @@ class Reporter:
         logging = config.logging
         self._peak = peak_tflops(device_name(mesh.device), logging.peak_tflops)
         self.console = Console(first_step, last_step, logging.log_interval, self.enabled)
-        self._sinks: list[Any] = []
+        self._sinks: list[Sink] = []
         self._board: TensorBoard | None = None
         self.run = 0
         if not self.enabled:
@@ -64,6 +70,7 @@ class Reporter:
         self._sinks.append(lines)
         if logging.tensorboard_dir:
             self._board = TensorBoard(Path(logging.tensorboard_dir), first_step)
+            self._sinks.append(self._board)
         if logging.wandb_project:
             directory = Path(logging.wandb_save_dir or log_dir)
             self._sinks.append(WeightsAndBiases(logging.wandb_project, logging.wandb_exp_name, directory, asdict(config)))
@@ -109,11 +116,26 @@ class Reporter:
             **({"aux_loss": report.aux_loss} if report.aux_loss else {}),
             **extra,
         }
-        for sink in self._sinks:
-            sink.write(record)
-        if self._board is not None and progress.step % self.config.logging.log_interval == 0:
-            self._board.write(self._board_record(record))
+        due = progress.step % self.config.logging.log_interval == 0
+        self._write(record, self._board_record(record) if due else None)
         self.console.step(record)
+
+    def _write(self, record: dict[str, Any], board: dict[str, Any] | None) -> None:
+        """Hand a record to every sink, and what TensorBoard is to show to TensorBoard: no log is worth the run."""
+        for sink in list(self._sinks):
+            what = board if sink is self._board else record
+            if what is None:
+                continue
+            try:
+                sink.write(what)
+            except Exception as error:  # TensorBoard and W&B raise what they like
+                self._sinks.remove(sink)
+                self._say_lost(sink, error)
+                with contextlib.suppress(Exception):
+                    sink.close()
+
+    def _say_lost(self, sink: Sink, error: Exception) -> None:
+        self.say(f"{sink.name} cannot be written any more: {reason(error)}; the run goes on without it")
 
     def _board_record(self, record: dict[str, Any]) -> dict[str, Any]:
         """What goes to TensorBoard: timers and memory only where asked for."""
@@ -127,22 +149,22 @@ class Reporter:
         if not self.enabled:
             return
         record = {"step": progress.step, "eval_loss": loss, "split": split, "eval_seconds": seconds}
-        for sink in self._sinks:
-            sink.write(record)
         ppl = math.exp(min(loss, 700.0))
-        if self._board is not None:
-            shown = {"step": progress.step, "eval_loss": loss}
-            if self.config.logging.log_validation_ppl_to_tensorboard:
-                shown["eval_ppl"] = ppl
-            self._board.write(shown)
+        shown = {"step": progress.step, "eval_loss": loss}
+        if self.config.logging.log_validation_ppl_to_tensorboard:
+            shown["eval_ppl"] = ppl
+        self._write(record, shown)
         self.say(f"step {progress.step}: {split} loss {loss:.4f} nats/token, perplexity {ppl:.2f}")
 
     def close(self) -> None:
         """Flush and close everything."""
-        self.console.close()
-        if self.enabled:
-            for sink in [*self._sinks, *([self._board] if self._board else [])]:
+        for sink in self._sinks:
+            try:
                 sink.close()
+            except Exception as error:  # what was held back so far does not fit either
+                self._say_lost(sink, error)
+        self._sinks = []
+        self.console.close()
 
 
 def sanity_lines(report: StepReport, vocab_size: int, samples: int, seq_length: int) -> list[str]:

@@ -7,6 +7,7 @@ The rules of loading:
   ones are passed over and named, also where only their bytes tell; only broken ones are an error.
 * ``--finetune``: weights only, all counters at zero. ``--no-load-optim``: weights and counters, fresh moments, and bias
   correction from the start with them.
+* A model that would compute something else with the same weights is an error, for ``--finetune`` a note.
 * Schedules that differ from the checkpoint's are an error that shows both, unless a flag says who wins. Settings that
   decide which samples come next are named where they differ.
 """
@@ -48,6 +49,19 @@ POSITION = (
         ),
     ),
 )
+
+# Options of a model that may change between two starts: they decide how it is trained, or every size tells of them.
+FREE = {
+    "attention_dropout",
+    "hidden_dropout",
+    "label_smoothing",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+    "no_weight_decay_patterns",
+    "max_position_embeddings",
+    "ffn_hidden_size",
+    "vocab_size",
+}
 
 
 # ---- which checkpoint
@@ -173,6 +187,11 @@ def load(
     assembly.optimizer.refresh_weights()
     state = Reader(found.directory).state
     say(found.notice)
+    if not again and (other := _other_function(state["config"]["model"], to_dict(config)["model"])):
+        what = f"{found.directory} was trained as another model: {'; '.join(other)}"
+        if not options.finetune:
+            raise ValueError(f"{what}. Its weights fit, and would compute something else: --finetune takes them all the same")
+        say(f"NOTE: {what}")
     if options.finetune and not again:
         say("--finetune: weights only; steps, data and schedules start afresh")
         return Progress(), rates, found
@@ -224,6 +243,25 @@ def _read(assembly: Assembly, config: RunConfig[Any], found: Found, *, moments: 
 
 def _without_class(text: str) -> ValueError:
     return ValueError(text.replace("ValueError: ", ""))
+
+
+def _other_function(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Options that make the same weights compute something else than they were trained for."""
+
+    def seen(model: Mapping[str, Any]) -> dict[str, Any]:
+        found = {name: value for name, value in model.items() if name not in FREE}
+        if {"kv_channels", "num_query_groups", "group_query_attention"} <= model.keys():  # what they come to
+            found["kv_channels"] = model["kv_channels"] or model["hidden_size"] // model["num_attention_heads"]
+            if not found.pop("group_query_attention"):
+                found["num_query_groups"] = model["num_attention_heads"]
+        return found
+
+    theirs, ours = seen(before), seen(now)
+    return [
+        f"{name} {theirs[name]} in the checkpoint, {ours[name]} now"
+        for name in theirs
+        if name in ours and theirs[name] != ours[name]
+    ]
 
 
 def _differences(state: Mapping[str, Any], config: RunConfig[Any], facts: Mapping[str, Any] | None) -> list[str]:

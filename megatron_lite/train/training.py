@@ -71,6 +71,7 @@ class Training:
         whole = found is not None and config.checkpoint.load_optim and not config.checkpoint.finetune
         self._roll_back_to = found.directory.parent if whole and found is not None else None
         self._step_seconds = 0.0
+        self._buffers = {name: b.clone() for name, b in self.assembly.stage.persistent_buffers().items()}
 
     # ---- the loop
 
@@ -165,11 +166,23 @@ class Training:
         if report.skipped and self._not_finite(report, batches, scale, why):
             return None  # rolled back: this step does not count
         self.progress = counted
+        self._refuse_state()
         if counted.step == 1:
             for line in sanity_lines(report, self.assembly.definition.vocab_size, size, self.config.data.seq_length):
                 self.reporter.say(line)
             self.reporter.say(first_sample_line(self.data.decode, batches.microbatches[0].tokens))
         return self._after_step(report)
+
+    def _refuse_state(self) -> None:
+        """End a run whose first step has changed a buffer: it would be lost in checkpoints and differ between ranks."""
+        now = self.assembly.stage.persistent_buffers() if self._buffers else {}
+        changed = [name for name, before in self._buffers.items() if not torch.equal(before, now[name])]
+        self._buffers = {}
+        if changed:
+            raise UserError(
+                f"{', '.join(changed[:4])}: a buffer that a step changes. It would be lost in checkpoints and differ between "
+                "data-parallel ranks: make it a parameter, or compute it from the batch (a mere cache: persistent=False)"
+            )
 
     def _after_step(self, report: StepReport) -> int | None:
         training, evaluation, options = self.config.training, self.config.evaluation, self.config.checkpoint

@@ -191,7 +191,9 @@ def test_the_parallel_block_gathers_once():
     hidden = torch.randn(36, 32, dtype=torch.float64)
     ctx = ForwardContext(random_batch(12, PACKED))
     normed = block.norm(hidden)
-    apart = hidden + block.attention(normed, ctx) + 0.5 * block.mlp(normed)
+    with torch.no_grad():
+        block.key_scale.fill_(1)  # which attention by itself does not have
+    apart = hidden + block.scale * (block.attention(normed, ctx) + 0.5 * block.mlp(normed))
     torch.testing.assert_close(block(hidden, ctx), apart, rtol=0, atol=1e-14)
 
 

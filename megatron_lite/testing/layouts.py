@@ -27,6 +27,8 @@ from megatron_lite.train.step import HostNumbers, StepReport
 
 STEPS = 3
 LEARNING_RATE = 1e-3
+# AdamW divides by |g| + eps: where a gradient happens to be near zero, a rounding of it comes out lr / eps times as large.
+ADAM_EPS = 1e-5
 
 TINY: dict[str, Any] = {
     "num_layers": 4,
@@ -104,7 +106,8 @@ class Case:
                 **self.training,
             }
         )
-        optimizer = OptimizerConfig(**{"lr": LEARNING_RATE, "weight_decay": 0.1, "clip_grad": 1.0, **self.optimizer})
+        defaults = {"lr": LEARNING_RATE, "weight_decay": 0.1, "clip_grad": 1.0, "adam_eps": ADAM_EPS}
+        optimizer = OptimizerConfig(**{**defaults, **self.optimizer})
         data = DataConfig(seq_length=self.seq_length, mock_data=True)
         return RunConfig(self.model, parallel, training, optimizer, data, architecture=self.architecture)
 

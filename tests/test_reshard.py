@@ -76,7 +76,8 @@ def check(flags: str, pairs: list[tuple[Any, Any]], folder: Path) -> None:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     prefix = make_data(tmp_path_factory.mktemp("data"))
-    return f"{TINY} --data-path {prefix} --split 1,0,0 --fp64 --train-iters {STEPS}"
+    # AdamW with a small eps makes roundings of gradients near zero large in the weights: see docs/equivalence.md.
+    return f"{TINY} --data-path {prefix} --split 1,0,0 --fp64 --adam-eps 1e-5 --train-iters {STEPS}"
 
 
 def test_every_layout_is_saved_and_loaded(data: str, tmp_path: Path) -> None:

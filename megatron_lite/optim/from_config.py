@@ -108,10 +108,8 @@ def problems(config: RunConfig[Any], layout: Layout) -> list[Problem]:
     training, optimizer = config.training, config.optimizer
     found = [*_unit_problems(training, optimizer), *_number_problems(optimizer), *_scale_problems(training, optimizer)]
     batch_found = _batch_problems(training, layout.dp)
-    found += batch_found
-    unit_found = [p for p in found if p not in batch_found]
-    if unit_found or (batch_found and training.train_iters is None):
-        return found  # the schedules cannot be made
+    if found or (batch_found and training.train_iters is None):
+        return found + batch_found  # the schedules cannot be made
     try:
         if batch_found:  # lengths in steps can be judged beside a wrong batch
             batch = BatchSchedule.constant(max(1, training.global_batch_size or 1))
@@ -119,8 +117,8 @@ def problems(config: RunConfig[Any], layout: Layout) -> list[Problem]:
             batch = batch_schedule(training, config.data.seq_length, layout.dp)
         rates(training, optimizer, batch)
     except ValueError as e:
-        found.append(Problem(str(e)))
-    return found
+        return [*batch_found, Problem(str(e))]
+    return batch_found
 
 
 def _batch_problems(training: TrainingConfig, dp: int) -> list[Problem]:

@@ -56,7 +56,8 @@ SHORT = (0,)  # of the matrix, without a GPU
 def run(settings: Settings, outcome: Outcome) -> None:
     """Every cell of the matrix that there is time for, and one cell with a wait left out, which has to be noticed."""
     device = str(settings.where)
-    cases, references = models(settings), References(models(settings), device, outcome)
+    cases = models(settings)
+    references = References(cases, device, outcome)
     began = time.monotonic()
     run_ranks(4, started, device)
     outcome.say(f"4 ranks started in {time.monotonic() - began:.0f} s")

@@ -279,7 +279,7 @@ def test_train_says_when_the_batch_grows(trained: list[Any], capsys: pytest.Capt
 def test_a_vocabulary_that_is_too_small(
     monkeypatch: pytest.MonkeyPatch, trained: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("megatron_lite.data.tokenizer.vocabulary_size", lambda data: 300)
+    monkeypatch.setattr("megatron_lite.text.tokenizer.vocabulary_size", lambda data: 300)
     assert main(["train", *GOOD]) == exit_codes.CONFIGURATION
     assert "vocab-size 100, tokenizer 300" in capsys.readouterr().err
     assert (

@@ -24,10 +24,10 @@ import pytest
 
 from megatron_lite.cli import preprocess as cli
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
-from megatron_lite.data.ordered_pool import OrderedPool, WorkerDied, WorkerFailed
-from megatron_lite.data.preprocess import SENTENCE_END, Counts, Options, preprocess
-from megatron_lite.data.records import BadInput, BadRecord, blocks, expand_inputs, parse_line
-from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
+from megatron_lite.text.preprocess import SENTENCE_END, Counts, Options, preprocess
+from megatron_lite.text.records import BadInput, BadRecord, blocks, expand_inputs, parse_line
+from megatron_lite.text.tokenizer import Tokenizer, build_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = [sys.executable, str(ROOT / "tools" / "preprocess_data.py")]
@@ -174,7 +174,7 @@ def test_where_sentences_end(text: str, sentences: list[str]) -> None:
 
 def test_workers_do_not_change_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many small blocks, with bad, empty and long records among them."""
-    monkeypatch.setattr("megatron_lite.data.records.BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr("megatron_lite.text.records.BLOCK_BYTES", 1 << 12)
     records: list[Any] = []
     for i in range(1000):
         records.append({"text": f"document {i}. " * (1 + i * 37 % 50), "title": f"T{i}"})
@@ -195,7 +195,7 @@ def test_workers_do_not_change_a_byte(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_does_not_import_torch() -> None:
-    code = "import sys\nimport megatron_lite.data.preprocess, megatron_lite.cli.preprocess\nassert 'torch' not in sys.modules"
+    code = "import sys\nimport megatron_lite.text.preprocess, megatron_lite.cli.preprocess\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
@@ -450,7 +450,7 @@ def failing(tmp_path: Path, before: int = 6) -> Path:
 
 @pytest.mark.parametrize(("hook", "how"), [(die, "was ended by SIGKILL"), (leave, "ended with exit status 7")])
 def test_dead_worker_is_noticed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: Any, how: str) -> None:
-    monkeypatch.setattr("megatron_lite.data.records.BLOCK_BYTES", 1 << 16)  # about two documents
+    monkeypatch.setattr("megatron_lite.text.records.BLOCK_BYTES", 1 << 16)  # about two documents
     path = failing(tmp_path)
     start = time.monotonic()
     place = r"in lines \d to \d+ of .*a\.jsonl; nothing was written"

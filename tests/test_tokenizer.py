@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.data.tokenizer import READ_BY, NullTokenizer, SentencePieceTokenizer, build_tokenizer
-from megatron_lite.data.tokenizer_bpe import LONGEST_SPACE, byte_alphabet
+from megatron_lite.text.tokenizer import READ_BY, NullTokenizer, SentencePieceTokenizer, build_tokenizer
+from megatron_lite.text.tokenizer_bpe import LONGEST_SPACE, byte_alphabet
 
 SCRIPTS = (
     "The cat's naïve café — it'll cost 1,234.56 €!  And\ttabs,\r\nnew lines   \n\n  'll 've 'Re",

@@ -22,8 +22,8 @@ from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR
 if TYPE_CHECKING:
     from megatron_lite.checkpoint.load import Reader
     from megatron_lite.config.schema import RunConfig
-    from megatron_lite.data.tokenizer import Tokenizer
     from megatron_lite.mesh.local import RankInfo
+    from megatron_lite.text.tokenizer import Tokenizer
     from megatron_lite.train.guard import Guard, Store
     from megatron_lite.train.inference import Sampling
 
@@ -97,7 +97,7 @@ def prepare(args: argparse.Namespace, info: RankInfo) -> Job:
     Raises:
         ValueError: with every problem of the options, else with the first of the checkpoint, tokenizer or prompts.
     """
-    from megatron_lite.data.tokenizer import tokenizer_of
+    from megatron_lite.text.tokenizer import tokenizer_of
     from megatron_lite.train.inference import Sampling, prompt_problems
     from megatron_lite.train.load_model import inference_config, open_checkpoint
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR
 from megatron_lite.config.problem import nearest_name
-from megatron_lite.data.tokenizer import READ_BY, build_tokenizer
+from megatron_lite.text.tokenizer import READ_BY, build_tokenizer
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -111,8 +111,8 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from megatron_lite.data.preprocess import Options, preprocess, summary
-    from megatron_lite.data.records import expand_inputs
+    from megatron_lite.text.preprocess import Options, preprocess, summary
+    from megatron_lite.text.records import expand_inputs
 
     tokenizer: dict[str, Any] = {
         "model": args.tokenizer_model,

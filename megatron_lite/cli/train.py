@@ -125,7 +125,7 @@ def with_vocabulary(config: RunConfig[Any]) -> tuple[RunConfig[Any], list[Proble
     given = getattr(config.model, "vocab_size", None)
     if given is None:
         return config, []
-    from megatron_lite.data.tokenizer import vocabulary_size
+    from megatron_lite.text.tokenizer import vocabulary_size
 
     try:
         size = vocabulary_size(config.data)

@@ -1,1 +1,1 @@
-"""From token files to batches: reading, ordering, blending, loading. NumPy only, but for ``batch`` and ``loader``."""
+"""From token files to batches: reading, ordering, packing, blending, loading. NumPy only, but for ``batch`` and ``loader``."""

@@ -12,9 +12,9 @@ from megatron_lite.data.build import build_datasets
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.megatron_order import samples_asked
 from megatron_lite.data.row import Dataset
-from megatron_lite.data.tokenizer import Tokenizer, tokenizer_of
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.optim.batch_size import BatchSchedule
+from megatron_lite.text.tokenizer import Tokenizer, tokenizer_of
 
 
 @dataclass

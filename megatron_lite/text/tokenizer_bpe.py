@@ -19,7 +19,7 @@ from typing import Any
 
 import regex
 
-from megatron_lite.data.tokenizer import fingerprint, read_file
+from megatron_lite.text.tokenizer import fingerprint, read_file
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TIKTOKEN_PATTERNS = {

@@ -1,8 +1,8 @@
 """From JSON lines to an indexed dataset.
 
-The parent reads blocks of whole lines and writes; workers parse and tokenize (:mod:`megatron_lite.data.ordered_pool`).
+The parent reads blocks of whole lines and writes; workers parse and tokenize (:mod:`megatron_lite.text.pool`).
 Blocks come back in order, so the output is the same bytes for any number of workers. What a record is, and which lines
-are bad, says :mod:`megatron_lite.data.records`. A bad one ends the run with file, line, reason and its first 80
+are bad, says :mod:`megatron_lite.text.records`. A bad one ends the run with file, line, reason and its first 80
 characters, or is counted by reason (``--skip-bad``); a text that the tokenizer refuses makes its record bad.
 
 A record in which a text is empty, only white space, or without a single token is *empty*: it is skipped for all keys,
@@ -29,9 +29,9 @@ import regex
 from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.data.index_writer import IndexedWriter
 from megatron_lite.data.locked_file import interrupts_held
-from megatron_lite.data.ordered_pool import OrderedPool, WorkerDied, WorkerFailed
-from megatron_lite.data.records import BadInput, BadRecord, blocks, excerpt, numbered_lines, parse_line
-from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
+from megatron_lite.text.records import BadInput, BadRecord, blocks, excerpt, numbered_lines, parse_line
+from megatron_lite.text.tokenizer import Tokenizer
 
 SENTENCE_END = regex.compile(
     r"(?<=[.!?][\"')\]]*)\s+(?=\p{Lu}|\p{N}|[\"'(\[])"  # Latin script: a mark, white space, a capital

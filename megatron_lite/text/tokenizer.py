@@ -234,7 +234,7 @@ def build_tokenizer(
     Raises:
         ValueError: a missing flag, an unreadable file, or no end-of-document token.
     """
-    from megatron_lite.data.tokenizer_bpe import Gpt2BpeTokenizer, TiktokenTokenizer
+    from megatron_lite.text.tokenizer_bpe import Gpt2BpeTokenizer, TiktokenTokenizer
 
     if kind == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer(model, eod_token)

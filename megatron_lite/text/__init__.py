@@ -1,0 +1,1 @@
+"""From files of text to token files: reading inputs, tokenizers, preprocessing. Without torch."""

@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "generate": "print text sampled from a checkpoint",
     "compare": "where two runs part: first differing step, settings, curves",
     "show-schedule": "draw a pipeline schedule",
+    "data": "tokenize, clean, inspect, merge, split: all that is done to a corpus before training",
     "inspect": "what is in a checkpoint or a dataset",
     "doctor": "versions, devices, and which kernel each op runs on, and why",
     "check": "prove that a model computes the same numbers in every layout",

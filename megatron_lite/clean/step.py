@@ -10,11 +10,13 @@ A pipeline is a list of steps from a YAML file. There are two kinds, and nothing
   bits, and each bucket is decided by itself, so the result depends neither on workers nor on parts: one part decides
   while it reads; several parts write their keys to a file for each bucket, decide, and drop in a second pass.
 
-The order of a corpus is (number of the input file, line), whatever part reads it.
+The order of a corpus is (number of the input file, line), whatever part reads it. Blocks of documents are cut anywhere:
+what a step counts and notes must not depend on where.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -31,10 +33,10 @@ class Document:
     Attributes:
         text: what the steps look at and change.
         number: its place in the corpus: ``file << LINE_BITS | line``, whatever part reads it.
-        source: name under which the report counts it (the input's ``source:``, else the file's name).
+        source: name under which the report counts it (the record's field ``source_key``, else the file's name).
         record: the other fields of its JSON object, carried through unchanged.
-        language: ISO 639-1 code that the language step (or the input's own field) gave it; None: unknown.
-        dropped: None, or the reason in words that many documents share (``"quality: too few words"``).
+        language: ISO 639-1 code that the language step (or the record's field ``language_key``) gave it; None: unknown.
+        dropped: None, or the reason in words that many documents share (``"too few words"``); the report knows the step.
     """
 
     text: str
@@ -45,73 +47,136 @@ class Document:
     dropped: str | None = None
 
 
-class LocalStep:
-    """Base of steps that look at one document at a time.
-
-    A step is built once in each worker from its options (``Options`` is a frozen dataclass, the one definition of what
-    its YAML section may hold; the field's docstring is its documentation).
+@dataclass
+class Facts:
+    """What a step adds to the report besides the counts that every step has.
 
     Attributes:
-        name: of the step's kind in the YAML file.
-        counts: what it did besides dropping (``{"mail addresses masked": 3}``); summed over workers for the report.
+        numbers: name -> number or text.
+        histograms: title -> label of a bin -> documents.
+        warnings: sentences that people must see; also printed at the end of the run.
+    """
+
+    numbers: dict[str, int | float | str] = field(default_factory=dict)
+    histograms: dict[str, dict[str, int]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Of a step without options."""
+
+
+class Step(ABC):
+    """What both kinds have in common.
+
+    A step is built once in each process from its options. ``Options`` is a frozen dataclass, the one definition of what
+    its YAML section may hold; the text under each field is its documentation.
+
+    Attributes:
+        name: of the step in the YAML file.
+        counts: what it did besides dropping (``{"mail addresses": 3}``), summed for the report.
     """
 
     name: ClassVar[str]
-    Options: ClassVar[type]
+    Options: ClassVar[type] = NoOptions
 
     def __init__(self, options: Any) -> None:
         self.options = options
         self.counts: dict[str, int] = {}
 
-    def apply(self, documents: Sequence[Document]) -> None:
-        """Change texts, or set ``dropped``. Documents that are already dropped are not passed in."""
-        raise NotImplementedError
+    def count(self, what: str, number: int = 1) -> None:
+        """Add to a count."""
+        if number:
+            self.counts[what] = self.counts.get(what, 0) + number
 
     @staticmethod
     def problems(options: Any) -> list[str]:
-        """What is wrong with options whose types are right; told before anything is read."""
+        """What is wrong with options whose types are right, packages that are missing; told before anything is read."""
         return []
 
+    @staticmethod
+    def files(options: Any) -> Sequence[str]:
+        """Files that the options name: they must be there, and a restart notices when one has changed."""
+        return ()
 
-class CorpusStep:
-    """Base of steps that compare documents with each other.
+
+class LocalStep(Step):
+    """Base of steps that look at one document at a time."""
+
+    @abstractmethod
+    def apply(self, documents: Sequence[Document]) -> None:
+        """Change texts, or set ``dropped``. Documents that are already dropped are not passed in.
+
+        A document whose text is blank afterwards is dropped by the pipeline ("nothing left").
+        """
+
+    def take_notes(self) -> Any:
+        """What it noted about the documents since the last call, as plain data (JSON); None: nothing. Runs in workers."""
+        return None
+
+    @staticmethod
+    def merge_notes(options: Any, left: Any, right: Any) -> Any:
+        """Two notes as one. However the documents are grouped, the result is the same."""
+        raise AssertionError("a step that takes notes merges them")
+
+    @staticmethod
+    def facts(options: Any, notes: Any) -> Facts:
+        """What the notes of the whole corpus say (None: there were none); asked once, at the end."""
+        return Facts()
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """Options that every corpus step has."""
+
+    against: str = ""
+    """Directory that ``save`` of an earlier run wrote: what is there counts as seen before this corpus."""
+    save: str = ""
+    """Directory to write what was seen (with what ``against`` held), for corpora to come; must not be there yet."""
+
+
+class CorpusStep(Step):
+    """Base of steps that compare documents with each other. ``Options`` is derived from :class:`CorpusOptions`.
 
     Attributes:
-        name, Options: as of :class:`LocalStep`.
+        buckets: how many there are.
+        needs_barrier: it cannot decide while it reads: all keys come first, also with a single part.
         key_dtype: NumPy structured dtype of one key; its fields ``number`` (uint64, the document's) and ``bucket`` (uint16)
             are required, and ``unit`` (uint32, index of the line or paragraph in the document) where a part of it is dropped.
-        needs_barrier: it cannot decide while it reads: all keys come first, also with a single part.
     """
 
-    name: ClassVar[str]
-    Options: ClassVar[type]
     buckets: ClassVar[int] = 64
     needs_barrier: ClassVar[bool] = False
     key_dtype: np.dtype
 
-    def __init__(self, options: Any) -> None:
-        self.options = options
-        self.counts: dict[str, int] = {}
-
+    @abstractmethod
     def keys(self, documents: Sequence[Document]) -> np.ndarray:
         """Local half: the keys of some documents, in their order. [keys] of ``key_dtype``; runs in workers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decide(self, bucket: int, keys: np.ndarray) -> np.ndarray:
-        """Corpus half: for the next keys of a bucket in the order of the corpus, which are duplicates. bool [keys]."""
-        raise NotImplementedError
+        """Corpus half: for the next keys of a bucket in the order of the corpus, which are duplicates. bool [keys].
 
+        Without a barrier it is called with a few keys at a time; with one, or with several parts, once for each bucket
+        with all its keys. A document with any duplicate key is dropped, or loses the units with duplicate keys.
+        """
+
+    @abstractmethod
     def apply(self, document: Document, units: np.ndarray) -> None:
-        """Drop the document, or those units (lines, paragraphs) of it."""
-        raise NotImplementedError
+        """Drop the document (set ``dropped``), or those units of it (sorted; empty where keys have no ``unit``)."""
 
-    def save(self, directory: str) -> None:
-        """Persist what the decided keys left (filters, indices), so that a later corpus is compared with this one."""
+    def bucket_facts(self, bucket: int) -> dict[str, float]:
+        """For the report, when all keys of the bucket are decided; summed over buckets ("expected wrong drops")."""
+        return {}
 
-    def load(self, directory: str) -> None:
-        """Begin with what another run left."""
+    def save(self, bucket: int, path: str) -> None:
+        """Write what the decided keys of a bucket left to a file, for ``against`` of a later run."""
+        raise AssertionError("a corpus step saves and loads its buckets")
 
-    @staticmethod
-    def problems(options: Any) -> list[str]:
-        """As of :class:`LocalStep`."""
-        return []
+    def load(self, bucket: int, path: str) -> None:
+        """Begin a bucket with what another run saved; called before its first :meth:`decide`."""
+        raise AssertionError("a corpus step saves and loads its buckets")
+
+    def close(self, bucket: int) -> None:
+        """The bucket is decided and saved: what it holds in memory may go."""

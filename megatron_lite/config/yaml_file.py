@@ -77,31 +77,31 @@ def from_data(name: str, data: dict[str, Any]) -> ConfigFile:
 
 
 def _read_sections(found: ConfigFile, node: yaml.Node) -> None:
-    for section, line, value in _pairs(found, node, ""):
+    for section, line, value in mapping_pairs(found.name, found.problems, node, ""):
         if section in flags.SECTIONS:
-            for name, its_line, its_value in _pairs(found, value, section):
-                found.values[section, name] = _construct(its_value)
+            for name, its_line, its_value in mapping_pairs(found.name, found.problems, value, section):
+                found.values[section, name] = construct(its_value)
                 found.lines[section, name] = its_line
         else:
-            found.values["", section] = _construct(value)
+            found.values["", section] = construct(value)
             found.lines["", section] = line
 
 
-def _pairs(found: ConfigFile, node: yaml.Node, where: str) -> list[tuple[str, int, yaml.Node]]:
-    """(key, line, value node) of a mapping; a section without content is empty."""
+def mapping_pairs(name: str, problems: list[Problem], node: yaml.Node, where: str) -> list[tuple[str, int, yaml.Node]]:
+    """(key, line, value node) of a mapping in file ``name``; a section without content is empty. Adds to ``problems``."""
     line = node.start_mark.line + 1
     if isinstance(node, yaml.ScalarNode) and node.value == "" and where:
         return []
     if not isinstance(node, yaml.MappingNode):
         what = f"{where}: " if where else ""
-        found.problems.append(Problem(f"{found.name}:{line}: {what}expected fields, as in 'name: value'"))
+        problems.append(Problem(f"{name}:{line}: {what}expected fields, as in 'name: value'"))
         return []
     pairs, seen = [], set()
     for key_node, value in node.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
         if key in seen:
             place = f"{where}.{key}" if where else key
-            found.problems.append(Problem(f"{found.name}:{line}: {place} is given twice"))
+            problems.append(Problem(f"{name}:{line}: {place} is given twice"))
         seen.add(key)
         pairs.append((key, line, value))
     return pairs
@@ -122,7 +122,8 @@ for _tag in ("int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _number)
 
 
-def _construct(node: yaml.Node) -> Any:
+def construct(node: yaml.Node) -> Any:
+    """The plain value of a node. Raises yaml.YAMLError."""
     loader = _Loader("")
     try:
         return loader.construct_object(node, deep=True)

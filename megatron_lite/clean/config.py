@@ -1,0 +1,216 @@
+"""The YAML file of a cleaning pipeline, read strictly: every complaint has its line, and all come before any document.
+
+The file names the keys of the records and lists the steps in their order; a step may stand there several times::
+
+    text_key: text
+    steps:
+      - normalise
+      - mask: {phone: false}
+
+A step's options are the fields of its ``Options`` dataclass, and nothing else defines them. Steps are imported when a
+file names them, so a package that one step needs is needed by those alone who use that step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_lite.clean.step import CorpusOptions, Step
+from megatron_lite.config.flags import field_kinds
+from megatron_lite.config.problem import ConfigError, Problem, nearest_name
+from megatron_lite.config.values import convert, plain
+from megatron_lite.config.yaml_file import construct, mapping_pairs
+
+# name of a step -> module:class
+STEPS: Mapping[str, str] = {
+    "normalise": "megatron_lite.clean.normalise:Normalise",
+    "mask": "megatron_lite.clean.mask:Mask",
+    "chinese": "megatron_lite.clean.chinese:Chinese",
+    "quality": "megatron_lite.clean.quality:Quality",
+    "language": "megatron_lite.clean.language:Language",
+    "perplexity": "megatron_lite.clean.perplexity:Perplexity",
+    "decontaminate": "megatron_lite.clean.decontaminate:Decontaminate",
+    "drift": "megatron_lite.clean.drift:Drift",
+    "bloom": "megatron_lite.clean.bloom:Bloom",
+    "exact": "megatron_lite.clean.exact:Exact",
+    "minhash": "megatron_lite.clean.minhash:MinHash",
+}
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Which fields of a record mean something."""
+
+    text_key: str = "text"
+    """Field that holds the text."""
+    source_key: str = ""
+    """Field (text) by which the report tells sources apart; empty: each input file is a source."""
+    language_key: str = ""
+    """Field of the language's ISO 639-1 code: read where the record has it, written where a step found it; empty: none."""
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """One step of a pipeline.
+
+    Attributes:
+        name: key of :data:`STEPS`.
+        options: instance of the step's ``Options``.
+    """
+
+    name: str
+    options: Any
+
+    @property
+    def kind(self) -> type[Step]:
+        return step_class(self.name)
+
+    def build(self) -> Step:
+        """The step, ready for documents."""
+        return self.kind(self.options)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A whole pipeline."""
+
+    steps: tuple[StepConfig, ...]
+    keys: Keys = Keys()
+
+    def labels(self) -> list[str]:
+        """What the report calls each step: its number and name."""
+        return [f"{number} {step.name}" for number, step in enumerate(self.steps, 1)]
+
+    def as_data(self) -> dict[str, Any]:
+        """All options, defaults too, as plain data."""
+        return {**plain(self.keys), "steps": [{step.name: plain(step.options)} for step in self.steps]}
+
+
+def step_class(name: str) -> type[Step]:
+    """The class of a step."""
+    module, _, its_name = STEPS[name].partition(":")
+    found: type[Step] = getattr(importlib.import_module(module), its_name)
+    return found
+
+
+def load_pipeline(path: str) -> Pipeline:
+    """Read a file.
+
+    Raises:
+        ConfigError: everything that is wrong with it, each with file and line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([Problem(f"--config {path}: cannot be read ({error})")]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError([Problem(f"--config {path}: not YAML ({' '.join(str(error).split())})")]) from None
+    reader = _Reader(path)
+    if node is None:
+        reader.complain(1, "the file is empty", "list the steps under 'steps:'")
+    else:
+        reader.read(node)
+    if reader.problems:
+        raise ConfigError(reader.problems)
+    return Pipeline(tuple(reader.steps), Keys(**reader.keys))
+
+
+class _Reader:
+    """Reads a tree of YAML and collects what is wrong with it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.problems: list[Problem] = []
+        self.steps: list[StepConfig] = []
+        self.keys: dict[str, Any] = {}
+
+    def complain(self, line: int, what: str, nearest: str = "") -> None:
+        self.problems.append(Problem(f"{self.name}:{line}: {what}", nearest=nearest))
+
+    def read(self, node: yaml.Node) -> None:
+        """The whole file."""
+        kinds, listed = field_kinds(Keys), False
+        for key, line, value in mapping_pairs(self.name, self.problems, node, ""):
+            if key == "steps":
+                listed = True
+                self._read_steps(line, value)
+            elif key in kinds:
+                self._set(self.keys, key, kinds[key], line, value)
+            else:
+                known = [*kinds, "steps"]
+                self.complain(line, f"{key}: unknown field", nearest_name(key, known) or ", ".join(known))
+        if not listed and not self.problems:
+            self.complain(1, "no steps", "list them under 'steps:'")
+
+    def _read_steps(self, line: int, node: yaml.Node) -> None:
+        if not isinstance(node, yaml.SequenceNode) or not node.value:
+            self.complain(line, "steps: expected a list, as in '- normalise'")
+            return
+        for item in node.value:
+            line = item.start_mark.line + 1
+            if isinstance(item, yaml.ScalarNode):
+                self._read_step(item.value, line, None)
+            elif isinstance(item, yaml.MappingNode) and len(item.value) == 1:
+                self._read_step(str(item.value[0][0].value), line, item.value[0][1])
+            else:
+                self.complain(line, "steps: expected a step's name, or 'name: {option: value}'")
+
+    def _read_step(self, name: str, line: int, node: yaml.Node | None) -> None:
+        if name not in STEPS:
+            self.complain(line, f"{name}: unknown step", nearest_name(name, STEPS) or ", ".join(STEPS))
+            return
+        try:
+            kind = step_class(name)
+        except ImportError as error:
+            self.complain(line, f"{name}: cannot be used ({error})")
+            return
+        kinds, before = field_kinds(kind.Options), len(self.problems)
+        values: dict[str, Any] = {}
+        pairs = [] if node is None else mapping_pairs(self.name, self.problems, node, name)
+        for key, its_line, value in pairs:
+            if key in kinds:
+                self._set(values, key, kinds[key], its_line, value, f"{name}.")
+            else:
+                self.complain(
+                    its_line, f"{name}.{key}: unknown option", nearest_name(key, kinds) or ", ".join(kinds) or "none"
+                )
+        for f in dataclasses.fields(kind.Options):
+            missing = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+            if missing and f.name not in [key for key, _, _ in pairs]:
+                self.complain(line, f"{name}.{f.name} is required")
+        if len(self.problems) == before:
+            options = kind.Options(**values)
+            for problem in [*_file_problems(kind, options), *kind.problems(options)]:
+                self.complain(line, f"{name}: {problem}")
+            self.steps.append(StepConfig(name, options))
+
+    def _set(self, into: dict[str, Any], key: str, kind: Any, line: int, node: yaml.Node, where: str = "") -> None:
+        try:
+            value = construct(node)
+            into[key] = convert(value, kind)
+        except ValueError as error:
+            self.complain(line, f"{where}{key}: {value!r}: {error}")
+        except yaml.YAMLError as error:
+            self.complain(line, f"{where}{key}: {' '.join(str(error).split())}")
+
+
+def _file_problems(kind: type[Step], options: Any) -> list[str]:
+    found = []
+    for path in kind.files(options):
+        if not os.path.isfile(path):
+            found.append(f"{path}: no such file" if not os.path.isdir(path) else f"{path}: a directory, not a file")
+    if isinstance(options, CorpusOptions):
+        if options.against and not os.path.isdir(options.against):
+            found.append(f"against {options.against}: no such directory")
+        if options.save and os.path.exists(options.save):
+            found.append(f"save {options.save}: is there already; give a new directory")
+    return found

@@ -144,8 +144,12 @@ class CorpusStep(Step):
         needs_barrier: it cannot decide while it reads: all keys come first, also with a single part.
         key_dtype: NumPy structured dtype of one key; its fields ``number`` (uint64, the document's) and ``bucket`` (uint16)
             are required, and ``unit`` (uint32, index of the line or paragraph in the document) where a part of it is dropped.
+        scratch: directory that all processes and parts of a run share, set before the first :meth:`keys` or :meth:`decide`,
+            kept by a restart and removed when the run is complete. A comparison that needs more than the keys (near
+            de-duplication: the shingles) puts it there, into files of the step's own naming, before the keys are returned.
     """
 
+    scratch: str = ""
     buckets: ClassVar[int] = 64
     needs_barrier: ClassVar[bool] = False
     key_dtype: np.dtype

@@ -96,13 +96,14 @@ def make_batch(
     for b, row in enumerate(rows):
         assert len(row.tokens) == seq_length + 1 and (len(row.starts) == 0 or row.starts[0] == 0)
         base = b * seq_length
-        if document_mask:
-            starts = np.asarray(row.starts, dtype=np.int64)
-            offsets.append(base + (starts[starts < seq_length] if len(starts) else np.zeros(1, np.int64)))
-            borders = starts[starts > 0]
-            mask[base + borders - 1] = 0.0  # the target at b - 1 is the token at b, the first of another document
-        else:
-            offsets.append(np.array([base], dtype=np.int64))
+        if row.loss_mask is not None:
+            assert len(row.loss_mask) == seq_length, len(row.loss_mask)
+            mask[base : base + seq_length] = row.loss_mask
+        starts = np.asarray(row.starts if document_mask else (), dtype=np.int64)
+        borders = starts[starts > 0]
+        mask[base + borders - 1] = 0.0  # the target at b - 1 is the token at b, the first of another document
+        begins = borders if row.cuts is None else np.union1d(borders, row.cuts)
+        offsets.append(np.append(base, base + begins[begins < seq_length]))
     if eod_mask_loss and eod_id is not None:
         mask[tokens == eod_id] = 0.0
     starts_all = np.concatenate(offsets)

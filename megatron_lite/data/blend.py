@@ -15,6 +15,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -266,4 +267,4 @@ class BlendedDataset:
         member = self.members[number]
         assert member is not None, number
         row = member.row(sample if member.endless else sample % len(member))
-        return Row(row.tokens, row.starts, j)
+        return replace(row, index=j)

@@ -7,7 +7,7 @@ Since the order of a rank's microbatches does not depend on where steps end, the
 ramps; when the loop asks for something else (a rollback), it is dropped and built anew.
 
 The digest of a step is what ranks compare to be sure that they compute on the same samples: sample numbers, document
-borders, valid-token counts and token ids.
+borders, loss masks, valid-token counts and token ids.
 """
 
 from __future__ import annotations
@@ -202,6 +202,7 @@ class Loader:
             offsets,
             batch.tokens.numpy(),
             batch.targets.numpy()[self.seq_length - 1 :: self.seq_length].copy(),
+            batch.loss_mask.numpy(),
         ):
             digest = zlib.crc32(part.data, digest)
         return _Built(batch.pin() if self._stream is not None else batch, digest)

@@ -18,11 +18,16 @@ class Row:
             (a row that starts inside a document starts a document here: what it cannot see does not exist).
             A start at S means that the last *target* is the first token of another document.
         index: the sample's number, as reported in logs and digests.
+        loss_mask: uint8 [S], 1 where the target counts, else 0; None: every target counts (but those across borders).
+        cuts: int64, positions in (0, S) at which attention and positions begin anew though no document does (a shorter
+            sequence length); the target across a cut counts, as that at the end of a row does. None: there are none.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     index: int
+    loss_mask: np.ndarray | None = None
+    cuts: np.ndarray | None = None
 
 
 class Dataset(Protocol):

@@ -25,9 +25,18 @@ class TokenStream:
         first = bisect_right(dataset.documents, part.start)
         self.num_documents = bisect_right(dataset.documents, part.stop - 1) - first + 1 if len(part) else 0
 
+    def raw(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) as they are stored."""
+        return self.dataset.raw(self._base + start, self._base + stop)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop), int64."""
         return self.dataset.read(self._base + start, self._base + stop)
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray | None:
+        """Which of the tokens [start, stop) count as targets, uint8; None: all."""
+        mask = self.dataset.loss_mask
+        return None if mask is None else mask.raw(self._base + start, self._base + stop)
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Positions in [start, stop) at which a document starts, int64."""

@@ -66,7 +66,7 @@ class WindowDataset:
         borders = self.stream.document_starts(start + 1, stop)
         starts = np.zeros(len(borders) + 1, dtype=np.int64)
         np.subtract(borders, start, out=starts[1:])
-        return Row(tokens, starts, j)
+        return Row(tokens, starts, j, self.stream.loss_mask(start + 1, stop))
 
     def locate(self, j: int) -> tuple[int, int]:
         """Epoch of sample j, and where its window starts in the stream."""

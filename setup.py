@@ -70,6 +70,7 @@ setup(
     cmdclass={"build_ext": BuildKernels, "build_py": WithSources},
     install_requires=[
         "torch>=2.11",
+        "fsspec>=2024.2",
         "numpy>=1.26",
         "pyyaml>=6.0",
         "regex>=2023.10",

@@ -389,7 +389,7 @@ RUNS: list[RunCase] = [
     RunCase("--document-mask off", losses),
     RunCase("--eod-mask-loss", losses, f"{DATA} --document-mask off"),
     RunCase("--num-workers 0", inside("workers")),
-    RunCase("--no-mmap-bin-files", inside("mapped")),
+    RunCase("--data-access pread", inside("mapped")),
     # evaluation
     RunCase("--eval-interval 1", evaluations, EVAL),
     RunCase("--eval-iters 2", evaluations, EVAL),

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_lite.data.access import Access
 from megatron_lite.data.describe import describe
 from megatron_lite.data.index_format import DTYPES, DatasetMeta, IndexHeader
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, choose_dtype, merge
@@ -57,10 +58,10 @@ nested = st.lists(st.lists(st.lists(st.integers(0, 127), max_size=6), max_size=4
 
 
 @pytest.mark.parametrize("code", sorted(DTYPES))
-@pytest.mark.parametrize("mmap_bin", [True, False])
-def test_reads_every_dtype(tmp_path, code, mmap_bin):
+@pytest.mark.parametrize("method", ["mmap", "pread"])
+def test_reads_every_dtype(tmp_path, code, method):
     plain_write(tmp_path / "a", code, DOCUMENTS)
-    dataset = IndexedDataset(tmp_path / "a", mmap_bin=mmap_bin)
+    dataset = IndexedDataset(tmp_path / "a", Access(method))
     assert dataset.dtype == DTYPES[code] and (dataset.num_sequences, dataset.num_documents, dataset.num_tokens) == (
         6,
         5,
@@ -388,7 +389,7 @@ def test_wide_offsets(tmp_path):
     assert dataset.read(2**33 - 2, 2**33).tolist() == [8, 2**31 - 1]
     assert dataset.document_starts(2**32 - 5, 2**32 + 2**21 + 1).tolist() == [2**32, 2**32 + 2**21]
     assert dataset.document_of(2**33 - 1) == 4095
-    unmapped = IndexedDataset(tmp_path / "a", mmap_bin=False)
+    unmapped = IndexedDataset(tmp_path / "a", Access("pread"))
     assert unmapped.read(2**33 - 2, 2**33).tolist() == [8, 2**31 - 1]
 
 

@@ -90,6 +90,7 @@ ON_OFF = ("document_mask", "mask_padded_vocab")  # booleans that are also writte
 
 ALIASES: dict[str, Alias] = {
     "--use-distributed-optimizer": Alias(("--zero-stage", "1")),
+    "--no-mmap-bin-files": Alias(("--data-access", "pread")),
     "--deterministic-mode": Alias(("--deterministic",)),
     "--disable-bias-linear": Alias(("--no-add-bias-linear",)),
     "--reset-position-ids": Alias(("--document-mask",)),

@@ -45,8 +45,8 @@ class DataConfig:
     """No loss where the input is the end-of-document token."""
     num_workers: int = 2
     """Threads of each rank that read and build batches ahead; 0 reads in the training loop."""
-    mmap_bin_files: bool = True
-    """Map .bin files into memory; --no-mmap-bin-files reads what is needed, for file systems where mapping is slow."""
+    data_access: Literal["mmap", "pread"] = "mmap"
+    """mmap: map .bin files; pread: read each row (--no-mmap-bin-files), for parallel file systems where mapping is slow."""
     tokenizer_type: TokenizerType = "GPT2BPETokenizer"
     """Kind of tokenizer."""
     tokenizer_model: str | None = None

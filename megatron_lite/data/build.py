@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_lite.config.problem import Problem
 from megatron_lite.config.schema_io import DataConfig
+from megatron_lite.data.access import Access
 from megatron_lite.data.blend import BlendedDataset, MegatronBlend, WindowsBlend, normalised
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.megatron_order import MegatronDataset
@@ -66,7 +67,7 @@ def build_datasets(
     vocab_size: int | None = None,
     eod_id: int | None = None,
     fingerprint: str | None = None,
-    mmap_bin: bool = True,
+    access: Access | None = None,
 ) -> Datasets:
     """Open and check everything that ``data`` names.
 
@@ -76,13 +77,13 @@ def build_datasets(
         seed: of the sample order.
         vocab_size: true vocabulary size of the model.
         eod_id, fingerprint: of the tokenizer, where there is one.
-        mmap_bin: map token files into memory, or read what is needed.
+        access: how token files are read.
     """
     if data.mock_data:
         return _mock(data, asked, seed, vocab_size, eod_id)
     result = Datasets()
     groups = _groups(data, result.problems)
-    opened, found = open_all((s.prefix for sources, _ in groups.values() for s in sources), mmap_bin=mmap_bin)
+    opened, found = open_all((s.prefix for sources, _ in groups.values() for s in sources), access)
     result.problems += found
     result.eod_id, found = agreed_eod(opened, eod_id)
     result.problems += found + vocabulary_problems(opened, vocab_size)

@@ -90,7 +90,7 @@ class IndexHeader:
         return HEADER.pack(MAGIC, VERSION, dtype_code(self.dtype), self.sequences, self.borders)
 
     @classmethod
-    def unpack(cls, data: bytes, path: Path) -> IndexHeader:
+    def unpack(cls, data: bytes, path: Path | str) -> IndexHeader:
         """Read the header; ValueError names ``path`` and what is wrong with it."""
         if len(data) < HEADER.size:
             raise ValueError(
@@ -140,9 +140,15 @@ class DatasetMeta:
     def read(cls, path: Path) -> DatasetMeta | None:
         """Read the file; None where there is none; ValueError when it is not what it should be."""
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            return cls.parse(path.read_bytes(), path)
         except FileNotFoundError:
             return None
+
+    @classmethod
+    def parse(cls, data: bytes, path: Path | str) -> DatasetMeta:
+        """The content of the file ``path``; ValueError when it is not what it should be."""
+        try:
+            record = json.loads(data)
         except ValueError as error:
             raise ValueError(f"{path}: not JSON ({error}); remove it to read the dataset without it") from None
         names = {field.name for field in dataclasses.fields(cls)}

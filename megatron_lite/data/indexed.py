@@ -5,6 +5,8 @@ back, the byte pointers of the index are at the same time its cumulative token c
 range of the stream touch" is a binary search in the file. (NumPy's ``searchsorted`` would copy the array first: the
 arrays of the format are not aligned in memory. ``bisect`` reads the twenty numbers that it needs.)
 
+Where the files lie, and how ranges of ``.bin`` are read, is :mod:`megatron_lite.data.access`'s business.
+
 Opening checks what can be checked without a pass over the data: sizes against counts, ends of the arrays, a sample of
 the pointers. :meth:`IndexedDataset.problems` makes the full pass. The format is in
 :mod:`megatron_lite.data.index_format`, writing in :mod:`megatron_lite.data.index_writer`, a summary for people in
@@ -14,23 +16,14 @@ the pointers. :meth:`IndexedDataset.problems` makes the full pass. The format is
 from __future__ import annotations
 
 import hashlib
-import mmap
-import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.data.index_format import (
-    HEADER,
-    LENGTH,
-    POINTER,
-    DatasetMeta,
-    IndexHeader,
-    choose_dtype,
-    prefix_paths,
-)
+from megatron_lite.data.access import Access
+from megatron_lite.data.index_format import HEADER, LENGTH, POINTER, DatasetMeta, IndexHeader, choose_dtype
 from megatron_lite.data.index_writer import IndexedWriter, merge
 
 __all__ = ["DatasetMeta", "IndexedDataset", "IndexedWriter", "choose_dtype", "merge"]
@@ -43,8 +36,8 @@ class IndexedDataset:
     """A pair ``PREFIX.bin`` and ``PREFIX.idx``.
 
     Args:
-        prefix: path without suffix.
-        mmap_bin: map ``.bin``; False reads with ``pread`` (for file systems on which mapping is slow).
+        prefix: path without suffix, or an address in a store.
+        access: how files are read; the default maps them.
 
     Attributes:
         dtype: of the stored ids.
@@ -53,41 +46,38 @@ class IndexedDataset:
         documents: int64 [num_documents + 1], document borders as sequence numbers.
         num_sequences, num_documents, num_tokens: counts.
         meta: the content of ``PREFIX.meta.json``, or None.
+        access: how it was opened.
+        loss_mask: which tokens count as targets (:func:`megatron_lite.data.loss_mask.open_mask`); None: all.
 
     Raises:
         FileNotFoundError: a file is missing (the message lists prefixes near by).
         ValueError: a file is broken or the files do not belong together.
     """
 
-    def __init__(self, prefix: str | Path, *, mmap_bin: bool = True) -> None:
-        self.prefix = str(prefix)
-        self._bin_path, self._idx_path, meta_path = prefix_paths(prefix)
-        if not self._idx_path.exists() or not self._bin_path.exists():
-            raise FileNotFoundError(_missing(self._bin_path, self._idx_path))
-        index = _map(self._idx_path)
-        header = IndexHeader.unpack(bytes(index[: HEADER.size]), self._idx_path)
-        if len(index) != header.size:
+    def __init__(self, prefix: str | Path, access: Access | None = None) -> None:
+        self.prefix, self.access = str(prefix), access or Access()
+        self.loss_mask: IndexedDataset | None = None
+        files = self.access.open(self.prefix)
+        self.bin_name, self.idx_name = files.bin_name, files.idx_name
+        header = IndexHeader.unpack(bytes(files.index[: HEADER.size]), files.idx_name)
+        if len(files.index) != header.size:
             raise ValueError(
-                f"{self._idx_path} has {len(index)} bytes, but {header.sequences} sequences and {header.borders - 1} "
+                f"{files.idx_name} has {len(files.index)} bytes, but {header.sequences} sequences and {header.borders - 1} "
                 f"documents take {header.size}: it is truncated or damaged"
             )
         self.dtype = header.dtype
-        self.lengths = np.frombuffer(index, LENGTH, header.sequences, header.lengths_at)
-        self.pointers = np.frombuffer(index, POINTER, header.sequences, header.pointers_at)
-        self.documents = np.frombuffer(index, POINTER, header.borders, header.borders_at)
+        self.lengths = np.frombuffer(files.index, LENGTH, header.sequences, header.lengths_at)
+        self.pointers = np.frombuffer(files.index, POINTER, header.sequences, header.pointers_at)
+        self.documents = np.frombuffer(files.index, POINTER, header.borders, header.borders_at)
         self.num_sequences, self.num_documents = header.sequences, header.borders - 1
         self._item = self.dtype.itemsize
         size = int(self.pointers[-1]) + int(self.lengths[-1]) * self._item if self.num_sequences else 0
-        self._check(size)
+        self._check(files.size, size)
         self.num_tokens = size // self._item
-        self.meta = DatasetMeta.read(meta_path)
-        self._check_meta(meta_path)
-        self._descriptor: int | None = None
-        self._tokens: np.ndarray | None = None
-        if mmap_bin:
-            self._tokens = np.frombuffer(_map(self._bin_path), self.dtype)
-        else:
-            self._descriptor = os.open(self._bin_path, os.O_RDONLY)
+        self.meta = files.meta
+        self._check_meta(files.meta_name)
+        self._reader = files.reader
+        self._tokens = None if files.mapped is None else np.frombuffer(files.mapped, self.dtype)
 
     def __len__(self) -> int:
         return self.num_sequences
@@ -101,19 +91,19 @@ class IndexedDataset:
         """Tokens [start, stop) of the stream in the stored dtype; a read-only view where ``.bin`` is mapped."""
         if self._tokens is not None:
             return self._tokens[start:stop]
-        assert self._descriptor is not None, "closed"
-        wanted = (stop - start) * self._item
-        data = os.pread(self._descriptor, wanted, start * self._item)
-        while len(data) < wanted:
-            more = os.pread(self._descriptor, wanted - len(data), start * self._item + len(data))
-            if not more:
-                raise ValueError(f"{self._bin_path} ends before token {stop}: it was shortened while it was open")
-            data += more
-        return np.frombuffer(data, self.dtype)
+        assert self._reader is not None, "closed"
+        return np.frombuffer(self._reader.read(start * self._item, stop * self._item), self.dtype)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream, int64, a copy."""
         return self.raw(start, stop).astype(np.int64)
+
+    def index_digest(self) -> str:
+        """32 hexadecimal digits of the index's lengths, from which its pointers follow (one pass over 4 bytes a sequence)."""
+        digest = hashlib.blake2b(f"{self.num_sequences} {self.dtype.name}\n".encode(), digest_size=16)
+        for _, lengths in pieces(self.lengths):
+            digest.update(lengths.tobytes())
+        return digest.hexdigest()
 
     def start_of(self, sequence: int) -> int:
         """Position in the stream of a sequence's first token; for ``num_sequences``, the length of the stream."""
@@ -152,11 +142,10 @@ class IndexedDataset:
         return bisect_right(self.documents, sequence) - 1
 
     def close(self) -> None:
-        """Forget the maps (memory is unmapped with the last array on it)."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-        self._tokens = None
+        """Forget the maps (memory is unmapped with the last array on it) and close what is open."""
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = self._tokens = None
 
     def problems(self, checksums: bool = False) -> list[str]:
         """A full pass over the index, and over ``.bin`` with ``checksums``; what is wrong, in words."""
@@ -170,7 +159,7 @@ class IndexedDataset:
             if len(wrong):
                 i = int(wrong[0])
                 found.append(
-                    f"{self._idx_path}: sequence {start + i} of length {lengths[i]} is said to start at byte {pointers[i]}, "
+                    f"{self.idx_name}: sequence {start + i} of length {lengths[i]} is said to start at byte {pointers[i]}, "
                     f"but the sequences before it end at {expected[i]}"
                 )
                 break
@@ -179,11 +168,11 @@ class IndexedDataset:
             before = self.documents[start - 1] if start else 0
             wrong = np.flatnonzero(np.diff(borders, prepend=before) < 0)
             if len(wrong):
-                found.append(f"{self._idx_path}: document border {start + int(wrong[0])} is below the one before it")
+                found.append(f"{self.idx_name}: document border {start + int(wrong[0])} is below the one before it")
                 break
         if checksums and self.meta is not None:
-            for path, wanted in ((self._bin_path, self.meta.sha256_bin), (self._idx_path, self.meta.sha256_idx)):
-                if wanted is not None and _sha256(path) != wanted:
+            for path, wanted in ((self.bin_name, self.meta.sha256_bin), (self.idx_name, self.meta.sha256_idx)):
+                if wanted is not None and _sha256(Path(path)) != wanted:
                     found.append(f"{path}: its sha256 is not the one in {self.prefix}.meta.json")
         return found
 
@@ -194,18 +183,17 @@ class IndexedDataset:
         spans = ((start, min(self.num_tokens, start + _CHUNK)) for start in range(0, self.num_tokens, _CHUNK))
         return max((int(self.raw(*span).max()) for span in spans), default=-1)
 
-    def _check(self, size: int) -> None:
+    def _check(self, actual: int, size: int) -> None:
         """What can be seen without a pass over the data."""
-        actual = self._bin_path.stat().st_size
         if actual != size:
             raise ValueError(
-                f"{self._bin_path} has {actual} bytes, but its index describes {size}: one of the two files is truncated, "
+                f"{self.bin_name} has {actual} bytes, but its index describes {size}: one of the two files is truncated, "
                 "damaged or belongs to another dataset"
             )
         borders = (int(self.documents[0]), int(self.documents[-1])) if len(self.documents) else (-1, -1)
         if borders != (0, self.num_sequences):
             raise ValueError(
-                f"{self._idx_path}: its document borders run from {borders[0]} to {borders[1]}, not from 0 to the "
+                f"{self.idx_name}: its document borders run from {borders[0]} to {borders[1]}, not from 0 to the "
                 f"{self.num_sequences} sequences: it is damaged"
             )
         step = max(1, self.num_sequences // _SPOT_CHECKS)
@@ -214,11 +202,11 @@ class IndexedDataset:
             following = int(self.pointers[i + 1]) if i + 1 < self.num_sequences else size
             if (i == 0 and self.pointers[0] != 0) or self.lengths[i] < 0 or end != following:
                 raise ValueError(
-                    f"{self._idx_path}: sequence {i} is {self.lengths[i]} tokens from byte {self.pointers[i]}, but the next "
+                    f"{self.idx_name}: sequence {i} is {self.lengths[i]} tokens from byte {self.pointers[i]}, but the next "
                     f"one starts at byte {following}: sequences must lie back to back"
                 )
 
-    def _check_meta(self, path: Path) -> None:
+    def _check_meta(self, path: str) -> None:
         if self.meta is None:
             return
         said = (self.meta.sequences, self.meta.documents, self.meta.tokens, self.meta.dtype)
@@ -236,13 +224,6 @@ def pieces(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         yield start, array[start : start + _CHUNK]
 
 
-def _map(path: Path) -> mmap.mmap | bytes:
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
-            return b""
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
 def _sha256(path: Path) -> str:
     sha = hashlib.sha256()
     with open(path, "rb") as file:
@@ -250,13 +231,3 @@ def _sha256(path: Path) -> str:
             sha.update(data)
     return sha.hexdigest()
 
-
-def _missing(bin_path: Path, idx_path: Path) -> str:
-    missing = [str(path) for path in (bin_path, idx_path) if not path.exists()]
-    text = f"{' and '.join(missing)}: no such file"
-    if bin_path.name.endswith((".bin.bin", ".idx.bin")):
-        text += "; give the prefix without .bin or .idx"
-    near = (
-        sorted(str(path)[: -len(".idx")] for path in idx_path.parent.glob("*.idx")) if idx_path.parent.is_dir() else []
-    )
-    return text + (f"; there are: {', '.join(near[:5])}" if near else "")

@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from megatron_lite.config.problem import Problem
+from megatron_lite.data.access import Access
 from megatron_lite.data.blend import check_weights
 from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.loss_mask import open_mask
 
 _SCAN_UP_TO = 1 << 26  # tokens in all; files without .meta.json beyond that have their ids checked row by row
 
@@ -47,7 +49,7 @@ def parse_sources(entries: Sequence[str], flag: str = "--data-path") -> list[Sou
     return [Source(prefix, weight) for weight, prefix in zip(weights, entries[1::2], strict=True)]
 
 
-def open_all(prefixes: Iterable[str], *, mmap_bin: bool = True) -> tuple[dict[str, IndexedDataset], list[Problem]]:
+def open_all(prefixes: Iterable[str], access: Access | None = None) -> tuple[dict[str, IndexedDataset], list[Problem]]:
     """Every dataset once, several at a time (opening waits for the file system); and what is wrong with them."""
     unique = list(dict.fromkeys(prefixes))
     opened: dict[str, IndexedDataset] = {}
@@ -55,7 +57,8 @@ def open_all(prefixes: Iterable[str], *, mmap_bin: bool = True) -> tuple[dict[st
 
     def attempt(prefix: str) -> IndexedDataset | str:
         try:
-            dataset = IndexedDataset(prefix, mmap_bin=mmap_bin)
+            dataset = IndexedDataset(prefix, access)
+            dataset.loss_mask = open_mask(dataset)
         except (OSError, ValueError) as error:
             return str(error)
         if dataset.dtype.kind == "f":  # the format has such files; as ids they would be rounded without a word

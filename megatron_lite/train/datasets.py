@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_lite.config.problem import ConfigError
 from megatron_lite.config.schema import RunConfig
+from megatron_lite.data.access import Access
 from megatron_lite.data.build import build_datasets
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.megatron_order import samples_asked
@@ -72,7 +73,7 @@ def open_data(config: RunConfig[Any], mesh: ProcessMesh, batch: BatchSchedule, s
         vocab_size=getattr(config.model, "vocab_size", None) or None,
         eod_id=None if tokenizer is None else tokenizer.eod_id,
         fingerprint=None if tokenizer is None else tokenizer.fingerprint,
-        mmap_bin=config.data.mmap_bin_files,
+        access=Access(config.data.data_access),
     )
     if found.problems:
         raise ConfigError(found.problems)

@@ -136,6 +136,11 @@ class CorpusOptions:
     """Directory to write what was seen (with what ``against`` held), for corpora to come; must not be there yet."""
 
 
+def bucket_path(directory: str, bucket: int) -> str:
+    """The file of a bucket in the directory that ``against`` or ``save`` names."""
+    return f"{directory}/bucket-{bucket:02d}"
+
+
 class CorpusStep(Step):
     """Base of steps that compare documents with each other. ``Options`` is derived from :class:`CorpusOptions`.
 
@@ -173,6 +178,11 @@ class CorpusStep(Step):
     def bucket_facts(self, bucket: int) -> dict[str, float]:
         """For the report, when all keys of the bucket are decided; summed over buckets ("expected wrong drops")."""
         return {}
+
+    @staticmethod
+    def facts(options: Any, sums: dict[str, float]) -> Facts:
+        """What the sums of :meth:`bucket_facts` say (warnings: a filter that holds too much); asked once, at the end."""
+        return Facts(numbers=dict(sums))
 
     def save(self, bucket: int, path: str) -> None:
         """Write what the decided keys of a bucket left to a file, for ``against`` of a later run."""

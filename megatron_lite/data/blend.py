@@ -6,7 +6,8 @@ the *windows* order it runs inside blocks of 65,536 positions. How many each mem
 by largest remainder, so counts never stray from w * n by more than 1 there, and a block is computed by itself,
 whatever the size of the blend, which has no end: members go on with their next epoch.
 
-Weights are exact here (a float is a fraction), so every rank agrees on every quota.
+Weights are exact here (a float is a fraction), so every rank agrees on every quota. How many samples of each member lie
+before a position is computed from the quotas and the rule, never counted along the way, so a resumed run knows it too.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from decimal import Context, Decimal
 from fractions import Fraction
+from typing import Protocol
 
 import numpy as np
 
@@ -28,6 +31,7 @@ _index = index_helper()
 BLOCK = 65536
 CHUNK = 4096  # positions computed at a time, so that no row waits for a whole block
 _HELPER_UP_TO = 1 << 26  # positions; the compiled helper makes all of them at once, in 10 bytes each
+_CHUNKS_KEPT = 16  # a report of what was consumed looks back, behind what is built ahead
 _KEEP_EVERY = 64  # blocks between states kept for going back, where quotas are found in sequence
 
 
@@ -45,29 +49,84 @@ def normalised(weights: Sequence[float]) -> np.ndarray:
     return array / np.sum(array)
 
 
+def tempered(weights: Sequence[float], temperature: float) -> list[float]:
+    """Weights to the power of 1 / temperature, the largest of them 1: above 1 small members are drawn more often.
+
+    The exponent is the alpha of XLM-R (arXiv:1911.02116, 2.1) and mT5 (arXiv:2010.11934, 3.1), p proportional to
+    tokens^alpha; the temperature is the T of arXiv:1907.05019. Decimal arithmetic, the same on every machine, where powers
+    of floats are not. 1 gives the weights as they are.
+    """
+    check_weights(weights)
+    if temperature == 1:
+        return list(weights)
+    context = Context(prec=40)
+    largest, exponent = Decimal(max(weights)), context.divide(Decimal(1), Decimal(temperature))
+    shares = [context.divide(Decimal(w), largest) for w in weights]
+    return [float(context.power(share, exponent)) if share else 0.0 for share in shares]
+
+
+class Blend(Protocol):
+    """An order of members: what :class:`BlendedDataset` needs to know."""
+
+    def locate(self, i: int) -> tuple[int, int]:
+        """(member, sample of that member) at position i."""
+
+    def consumed(self, size: int) -> list[int]:
+        """Samples of each member in the first ``size`` positions."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Positions of a blend that are computed together.
+
+    Attributes:
+        members: int32 [n], member at each position.
+        samples: int64 [n], sample of that member.
+        before: int64 [members], samples of each before the chunk.
+    """
+
+    members: np.ndarray
+    samples: np.ndarray
+    before: np.ndarray
+
+
 class _Blend(ABC):
     """Chunks of positions, computed when asked for; subclasses say what is in a chunk."""
 
-    def __init__(self, chunk: int) -> None:
-        self._chunk = chunk
+    def __init__(self, chunk: int, members: int) -> None:
+        self._chunk, self.num_members = chunk, members
         self._lock = threading.Lock()
-        self._cache: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._cache: dict[int, _Chunk] = {}
 
     def locate(self, i: int) -> tuple[int, int]:
         """(member, sample of that member) at position i."""
         number, place = divmod(i, self._chunk)
+        found = self._get(number)
+        return int(found.members[place]), int(found.samples[place])
+
+    def consumed(self, size: int) -> list[int]:
+        """Samples of each member in the first ``size`` positions."""
+        if size == 0:
+            return [0] * self.num_members
+        number, place = divmod(size - 1, self._chunk)
+        found = self._get(number)
+        inside = np.bincount(found.members[: place + 1], minlength=self.num_members)
+        counts: list[int] = (found.before + inside).tolist()
+        return counts
+
+    def _get(self, number: int) -> _Chunk:
         found = self._cache.get(number)
         if found is None:
             with self._lock:
                 found = self._cache.get(number)
                 if found is None:
                     found = self._make(number)
-                    self._cache = {**dict(list(self._cache.items())[-1:]), number: found}  # the last two
-        return int(found[0][place]), int(found[1][place])
+                    self._cache = {**dict(list(self._cache.items())[1 - _CHUNKS_KEPT :]), number: found}
+        return found
 
     @abstractmethod
-    def _make(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Members and their samples at the positions of a chunk."""
+    def _make(self, number: int) -> _Chunk:
+        """A chunk by its number."""
 
 
 class WindowsBlend(_Blend):
@@ -80,7 +139,7 @@ class WindowsBlend(_Blend):
 
     def __init__(self, weights: Sequence[float], block: int = BLOCK) -> None:
         check_weights(weights)
-        super().__init__(CHUNK if block % CHUNK == 0 else block)
+        super().__init__(CHUNK if block % CHUNK == 0 else block, len(weights))
         self.block = block
         fractions = [Fraction(w) for w in weights]
         scale = math.lcm(*(f.denominator for f in fractions))
@@ -135,7 +194,7 @@ class WindowsBlend(_Blend):
             least[d] = k
         return least
 
-    def _make(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _make(self, number: int) -> _Chunk:
         block, inside = divmod(number, self.block // self._chunk)
         if self._current is None or self._current[0] != block:
             before = np.array(self.counts(block))
@@ -167,7 +226,7 @@ class MegatronBlend(_Blend):
     def __init__(self, weights: Sequence[float] | np.ndarray, size: int, chunk: int = CHUNK) -> None:
         weights = np.asarray(weights, dtype=np.float64)
         check_weights(weights.tolist())
-        super().__init__(chunk)
+        super().__init__(chunk, len(weights))
         self.size = size
         self._used = np.flatnonzero(weights)
         self._weights = weights[self._used]
@@ -176,7 +235,7 @@ class MegatronBlend(_Blend):
         if _index is not None and size <= _HELPER_UP_TO:
             self._places = _index.blend_indices(self._weights, size)[0]
 
-    def _make(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _make(self, number: int) -> _Chunk:
         while True:
             chunk = min(len(self._counts) - 1, number)
             members = self._members(chunk)
@@ -231,13 +290,13 @@ def greedy(
     return members
 
 
-def _with_samples(members: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(members, the sample of its member at each place), given the counts before the block."""
+def _with_samples(members: np.ndarray, before: np.ndarray) -> _Chunk:
+    """The sample of its member at each place, given the counts before the chunk."""
     order = np.argsort(members, kind="stable")
     counts = np.bincount(members, minlength=len(before))
     samples = np.empty(len(members), dtype=np.int64)
     samples[order] = np.arange(len(members)) + np.repeat(before - (np.cumsum(counts) - counts), counts)
-    return members.astype(np.int32), samples
+    return _Chunk(members.astype(np.int32), samples, before)
 
 
 class BlendedDataset:
@@ -246,18 +305,26 @@ class BlendedDataset:
     A finite member that is asked for more than it has starts again (Megatron-LM would stop with an IndexError).
 
     Args:
-        members: one dataset a weight; one with weight 0 may be None.
+        members: one dataset a weight; one that is never drawn may be None.
         blend: the order.
+        names: of the members, for reports; of several with one name the second is ``NAME (2)``. Default: their numbers.
     """
 
-    def __init__(self, members: Sequence[Dataset | None], blend: WindowsBlend | MegatronBlend) -> None:
+    def __init__(self, members: Sequence[Dataset | None], blend: Blend, names: Sequence[str] = ()) -> None:
         self.members, self.blend = list(members), blend
-        self.endless = isinstance(blend, WindowsBlend)
+        names = names or [str(number) for number in range(len(members))]
+        earlier = [names[:n].count(name) for n, name in enumerate(names)]
+        self.names = [f"{name} ({n + 1})" if n else name for name, n in zip(names, earlier, strict=True)]
+        self.endless = not isinstance(blend, MegatronBlend)
 
     def __len__(self) -> int:
         if isinstance(self.blend, MegatronBlend):
             return self.blend.size
         return sum(len(member) for member in self.members if member is not None)
+
+    def consumed(self, size: int) -> dict[str, int]:
+        """How many of the first ``size`` samples are of which member."""
+        return dict(zip(self.names, self.blend.consumed(size), strict=True))
 
     def row(self, j: int) -> Row:
         """The row at position j of the blend."""

@@ -386,6 +386,7 @@ RUNS: list[RunCase] = [
     RunCase("--split 1,0,0", evaluations, EVAL),
     RunCase("--mock-data", losses),
     RunCase("--sample-order megatron", losses),
+    RunCase("--packing best-fit", losses),
     RunCase("--document-mask off", losses),
     RunCase("--eod-mask-loss", losses, f"{DATA} --document-mask off"),
     RunCase("--num-workers 0", inside("workers")),

@@ -39,6 +39,8 @@ class DataConfig:
     """Made-up tokens instead of files."""
     sample_order: Literal["windows", "megatron"] = "windows"
     """windows: permuted windows of one token stream; megatron: the order of Megatron-LM's GPT dataset."""
+    packing: Literal["windows", "best-fit"] = "windows"
+    """windows: rows cut out of one token stream; best-fit: whole documents packed into rows, the rest is padding."""
     document_mask: bool = True
     """on|off: documents in a row do not see each other, and positions restart (--reset-position-ids mean on)."""
     eod_mask_loss: bool = False

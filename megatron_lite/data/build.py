@@ -20,6 +20,7 @@ from megatron_lite.data.blend import BlendedDataset, MegatronBlend, WindowsBlend
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.megatron_order import MegatronDataset
 from megatron_lite.data.mock import MockDataset
+from megatron_lite.data.packing import PackedDataset
 from megatron_lite.data.row import Dataset
 from megatron_lite.data.sources import (
     Source,
@@ -88,7 +89,10 @@ def build_datasets(
     result.eod_id, found = agreed_eod(opened, eod_id)
     result.problems += found + vocabulary_problems(opened, vocab_size)
     result.notices += tokenizer_notices(opened, fingerprint)
-    without_end = [name for name, d in opened.items() if d.meta is not None and d.meta.eod_id is None]
+    result.problems += _order_problems(data, opened)
+    without_end = [
+        name for name, d in opened.items() if d.meta is not None and d.meta.eod_id is None and d.loss_mask is None
+    ]
     if without_end and not result.problems:
         names = ", ".join(without_end[:3]) + (" and others" if len(without_end) > 3 else "")
         result.notices.append(f"tokenized without --append-eod: {names}; the model does not learn where a text ends")
@@ -143,6 +147,21 @@ def _groups(data: DataConfig, problems: list[Problem]) -> dict[str, tuple[list[S
     return groups
 
 
+def _order_problems(data: DataConfig, opened: dict[str, IndexedDataset]) -> list[Problem]:
+    """What the megatron order cannot do: it finds documents by end tokens, which end every turn of a conversation."""
+    if data.sample_order != "megatron":
+        return []
+    found = []
+    if data.packing != "windows":
+        what = f"--packing {data.packing} with --sample-order megatron, which cuts rows out of shuffled documents"
+        found.append(Problem(what, nearest="--sample-order windows"))
+    masked = [name for name, d in opened.items() if d.loss_mask is not None]
+    if masked:
+        what = f"--sample-order megatron reads no loss masks: {', '.join(masked[:3])}"
+        found.append(Problem(what, nearest="--sample-order windows, with --packing best-fit for conversations"))
+    return found
+
+
 def _eod_needed(data: DataConfig) -> list[Problem]:
     """Options that need the end-of-document id, when nobody knows it."""
     nearest = "a tokenizer, or data with a .meta.json that tells it"
@@ -187,6 +206,7 @@ class _Split:
     ) -> None:
         self.name, self.title, self.data, self.asked, self.seed = name, TITLES[name], data, asked, seed
         self.vocab_size, self.result = vocab_size, result
+        self.places: dict[int, int] = {}  # of sources that are packed: tokens and padding of an epoch's rows
 
     def build(self, parts: list[_Part]) -> Dataset | None:
         """The dataset, or None after a problem or a notice."""
@@ -197,18 +217,32 @@ class _Split:
         if self.data.sample_order == "megatron":
             dataset = self._megatron(usable, weighted)
         else:
-            members = [
-                WindowDataset(p.stream, self.data.seq_length, self.seed, salt=p.number, vocab_size=self.vocab_size)
-                for p in usable
-            ]
+            try:
+                members = [self._member(p) for p in usable]
+            except ValueError as error:  # documents without a target
+                self.result.problems.append(Problem(str(error)))
+                return None
             dataset = members[0] if len(members) == 1 else BlendedDataset(members, WindowsBlend(self._weights(usable)))
         self._summarise(usable)
         return dataset
 
+    def _member(self, part: _Part) -> WindowDataset | PackedDataset:
+        stream, size = part.stream, self.data.seq_length
+        if self.data.packing == "windows":
+            return WindowDataset(stream, size, self.seed, salt=part.number, vocab_size=self.vocab_size)
+        padding = self.result.eod_id or 0
+        packed = PackedDataset(
+            stream, size, self.seed, salt=part.number, vocab_size=self.vocab_size, padding_id=padding
+        )
+        self.result.summary.append(f"{stream.name}: {packed.describe()}")
+        self.places[part.number] = len(packed) * size
+        return packed
+
     def _usable(self, parts: list[_Part]) -> list[_Part]:
         """The parts that are drawn from and long enough."""
         drawn = [p for p in parts if p.source.weight != 0]
-        needed = self.data.seq_length + 1
+        windows = self.data.packing == "windows"
+        needed = self.data.seq_length + 1 if windows else 2
         usable = [p for p in drawn if p.stream.num_tokens >= needed]
         short = [p for p in drawn if p.stream.num_tokens < needed]
         if not usable and not any(p.stream.num_tokens for p in drawn):
@@ -222,7 +256,7 @@ class _Split:
             else:
                 self.result.notices.append(f"the {self.title} split is empty{shares}: no {self.title} loss")
             return []
-        rule = f"one sample takes --seq-length + 1 = {needed} tokens"
+        rule = f"one sample takes --seq-length + 1 = {needed} tokens" if windows else "one sample takes 2 tokens"
         if self.name == "train" and short and (not usable or short[0].source.weight is not None):
             for p in short[:5]:
                 what = f"{p.stream.name} is too short for one sample"
@@ -270,8 +304,9 @@ class _Split:
         weights = normalised(self._weights(parts)).tolist()
         tokens = [p.stream.num_tokens for p in parts]
         documents = sum(p.stream.num_documents for p in parts)
-        epochs = [self.asked * w * self.data.seq_length / t for w, t in zip(weights, tokens, strict=True)]
-        whole = self.asked * self.data.seq_length / sum(tokens)
+        places = [self.places.get(p.number, p.stream.num_tokens) for p in parts]
+        epochs = [self.asked * w * self.data.seq_length / t for w, t in zip(weights, places, strict=True)]
+        whole = self.asked * self.data.seq_length / sum(places)
         sources = "" if len(parts) == 1 else f" in {len(parts)} sources"
         self.result.summary.append(
             f"{self.title}: {documents:,} documents, {sum(tokens):,} tokens{sources}; {self.asked:,} samples of "

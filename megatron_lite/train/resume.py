@@ -44,6 +44,7 @@ POSITION = (
             "split",
             "mock_data",
             "sample_order",
+            "packing",
             "document_mask",
             "eod_mask_loss",
         ),

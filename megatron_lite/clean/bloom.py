@@ -1,0 +1,168 @@
+"""De-duplication with Bloom filters (Bloom 1970, Communications of the ACM 13(7)): two bytes of memory for each document.
+
+A filter never forgets, so no duplicate survives; but it takes some new units for old ones. With m bits, k hash functions
+and n units in it, that happens to a new unit with the probability ``p(n) = (1 - exp(-k n / m))^k``. The filter is sized
+so that p is ``error_rate`` when ``expected`` different units are in it. While it fills, p is lower: of all units the share
+that is dropped wrongly is about a fifth of ``error_rate``, and the report has their expected number, the integral of p
+from the number of units that were there at the start to the number at the end.
+
+Each bucket has a filter of its own (package ``rbloom``), larger than its share of ``expected`` by four standard
+deviations of the number of units that fall into it. A saved filter can be used by a run with the same settings only.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_lite.clean.bucket_file import open_bucket_file, write_bucket_file
+from megatron_lite.clean.seen import Seen, SeenOptions, missing_packages
+from megatron_lite.clean.step import Facts
+
+if TYPE_CHECKING:
+    import rbloom
+
+
+@dataclass(frozen=True)
+class BloomOptions(SeenOptions):
+    """Options of the Bloom filter."""
+
+    expected: int = 10_000_000
+    """Different units (documents, lines, paragraphs) to make room for, those of ``against`` included."""
+    error_rate: float = 0.001
+    """Probability that a new unit is taken for an old one, and dropped, once ``expected`` are in the filter."""
+
+
+@dataclass
+class _Filter:
+    """The filter of a bucket: how many units it held at the start, and holds."""
+
+    bits: rbloom.Bloom
+    before: int = 0
+    held: int = 0
+
+
+class Bloom(Seen):
+    """Remembers hashes in Bloom filters."""
+
+    name = "bloom"
+    Options = BloomOptions
+
+    def __init__(self, options: BloomOptions) -> None:
+        super().__init__(options)
+        self._filters: dict[int, _Filter] = {}
+
+    def _filter(self, bucket: int) -> _Filter:
+        found = self._filters.get(bucket)
+        if found is None:
+            units = capacity(self.options.expected, self.buckets)
+            found = self._filters[bucket] = _Filter(new_filter(units, self.options.error_rate))
+        return found
+
+    def seen(self, bucket: int, hashes: Iterable[int]) -> list[bool]:
+        found = self._filter(bucket)
+        bits, result = found.bits, []
+        for value in hashes:
+            if value in bits:
+                result.append(True)
+            else:
+                bits.add(value)
+                result.append(False)
+        found.held += len(result) - sum(result)
+        return result
+
+    def bucket_facts(self, bucket: int) -> dict[str, float]:
+        found = self._filter(bucket)
+        bits = found.bits.size_in_bits
+        return {
+            f"{self.options.unit}s held": found.held,
+            "expected wrong drops": wrong_drops(found.before, found.held, bits, functions(self.options.error_rate)),
+            "bytes of filter": bits // 8,
+        }
+
+    @staticmethod
+    def facts(options: Any, sums: dict[str, float]) -> Facts:
+        held, warnings = int(sums.get(f"{options.unit}s held", 0)), []
+        if held > options.expected:
+            rate = error_rate(held, int(8 * sums["bytes of filter"]), functions(options.error_rate))
+            warnings.append(
+                f"the Bloom filter is sized for expected: {options.expected:,} different {options.unit}s and holds {held:,}: a new one "
+                f"is now dropped wrongly with the probability {rate:.2g} instead of {options.error_rate:g}; set expected: {held:,} or more"
+            )
+        return Facts(numbers=dict(sums), warnings=warnings)
+
+    def settings(self) -> dict[str, Any]:
+        own = {
+            "expected": self.options.expected,
+            "error_rate": self.options.error_rate,
+            "filter arithmetic": arithmetic(),
+        }
+        return super().settings() | own
+
+    def save(self, bucket: int, path: str) -> None:
+        found = self._filter(bucket)
+        data = np.frombuffer(found.bits.save_bytes(), np.uint8)
+        write_bucket_file(path, {"settings": self.settings(), "held": found.held}, {"filter": [data]})
+
+    def load(self, bucket: int, path: str) -> None:
+        import rbloom
+
+        file = open_bucket_file(path, self.settings())
+        bits = rbloom.Bloom.load_bytes(file.read("filter").tobytes(), index)
+        self._filters[bucket] = _Filter(bits, file.about["held"], file.about["held"])
+
+    def close(self, bucket: int) -> None:
+        self._filters.pop(bucket, None)
+
+    @staticmethod
+    def problems(options: Any) -> list[str]:
+        found = Seen.problems(options)
+        if options.expected < 1:
+            found.append(f"expected: {options.expected} must be at least 1")
+        if not 0 < options.error_rate <= 0.1:
+            found.append(f"error_rate: {options.error_rate} must be above 0 and at most 0.1")
+        return found + missing_packages("rbloom")
+
+
+def new_filter(units: int, rate: float) -> rbloom.Bloom:
+    """An empty filter for hashes that are signed integers of 128 bits."""
+    import rbloom
+
+    return rbloom.Bloom(units, rate, index)
+
+
+def capacity(expected: int, buckets: int) -> int:
+    """Units that the filter of one bucket is made for: its share, and four standard deviations of a binomial share."""
+    share = expected / buckets
+    return math.ceil(share + 4 * math.sqrt(share))
+
+
+def functions(rate: float) -> int:
+    """k, the number of hash functions of a filter with an error rate."""
+    return int.from_bytes(new_filter(64, rate).save_bytes()[:8], "little")
+
+
+def error_rate(held: float, bits: int, k: int) -> float:
+    """Probability that a filter takes a new unit for an old one: (1 - exp(-k n / m))^k."""
+    return float((1 - math.exp(-k * held / bits)) ** k)
+
+
+def wrong_drops(before: int, held: int, bits: int, k: int) -> float:
+    """Expected number of units that were dropped wrongly while a filter grew: the integral of :func:`error_rate`."""
+    steps = np.linspace(before, held, 257)
+    rates = (1 - np.exp(-k * steps / bits)) ** k
+    return float(((rates[1:] + rates[:-1]) / 2 * np.diff(steps)).sum())
+
+
+def arithmetic() -> int:
+    """A number that changes when the package finds the bits of a hash in another way: old filters are no use then."""
+    probe = new_filter(64, 0.01)
+    for value in range(64):
+        probe.add((value * 0x9E3779B97F4A7C15F39CC0605CEDC835) % (1 << 127))
+    return zlib.crc32(probe.save_bytes())

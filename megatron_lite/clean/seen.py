@@ -1,0 +1,127 @@
+"""De-duplication of whole documents, lines or paragraphs by hash: what the Bloom filter and the exact set have in common.
+
+A unit (document, line or paragraph) is reduced to the 128 bits of XXH3, which are the same on every machine; two units
+are duplicates when these bits are equal. (Among 10^12 different units, the chance that any two of them have the same
+128 bits is about 10^-15.) The first unit of the corpus stays, every later one goes. The hash also says which of the
+buckets a unit belongs to, so all its duplicates meet in one bucket.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.clean.step import CorpusOptions, CorpusStep, Document
+
+KEY = np.dtype([("number", "<u8"), ("bucket", "<u2"), ("unit", "<u4"), ("hash", "<u8", 2)])
+SEPARATORS = {"document": "", "line": "\n", "paragraph": "\n\n"}
+
+
+@dataclass(frozen=True)
+class SeenOptions(CorpusOptions):
+    """Options of de-duplication by hash."""
+
+    unit: str = "document"
+    """What is compared and dropped: document, line, or paragraph (separated by an empty line)."""
+    min_length: int = 10
+    """Characters that a line or paragraph must have to be compared; a shorter one ("}", "Yes.") always stays."""
+    ignore_case: bool = False
+    """Compare in lower case."""
+    ignore_whitespace: bool = False
+    """Compare with each run of white space as one space. White space around a line or paragraph never counts."""
+
+
+class Seen(CorpusStep):
+    """Base of the steps that remember hashes. A subclass holds the hashes of each bucket.
+
+    Lines and paragraphs are dropped from their document; the document itself goes when nothing but white space stays.
+    """
+
+    key_dtype = KEY
+
+    def __init__(self, options: SeenOptions) -> None:
+        super().__init__(options)
+        self._separator = SEPARATORS[options.unit]
+
+    @abstractmethod
+    def seen(self, bucket: int, hashes: Iterable[int]) -> list[bool]:
+        """Whether each hash (128 bits, signed) was there before; afterwards all are."""
+
+    def keys(self, documents: Sequence[Document]) -> np.ndarray:
+        from xxhash import xxh3_128_digest
+
+        numbers: list[int] = []
+        units: list[int] = []
+        digests: list[bytes] = []
+        whole, least = self.options.unit == "document", self.options.min_length
+        for document in documents:
+            texts = [document.text] if whole else document.text.split(self._separator)
+            for unit, text in enumerate(texts):
+                compared = self._compared(text, whole)
+                if not whole and len(compared) < least:
+                    continue
+                numbers.append(document.number)
+                units.append(unit)
+                digests.append(xxh3_128_digest(compared.encode("utf-8", "surrogatepass")))
+        keys = np.zeros(len(numbers), KEY)
+        keys["number"], keys["unit"] = numbers, units
+        keys["hash"] = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+        keys["bucket"] = keys["hash"][:, 0] % np.uint64(self.buckets)
+        return keys
+
+    def _compared(self, text: str, whole: bool) -> str:
+        """A unit as it is compared."""
+        if self.options.ignore_whitespace:
+            text = " ".join(text.split())
+        elif not whole:
+            text = text.strip()
+        return text.lower() if self.options.ignore_case else text
+
+    def decide(self, bucket: int, keys: np.ndarray) -> np.ndarray:
+        low, high = keys["hash"][:, 0].tolist(), keys["hash"][:, 1].astype(np.int64).tolist()
+        return np.array(self.seen(bucket, [a << 64 | b for a, b in zip(high, low, strict=True)]), bool)
+
+    def apply(self, document: Document, units: np.ndarray) -> None:
+        if self.options.unit == "document":
+            document.dropped = "seen before"
+            return
+        self.count(f"{self.options.unit}s seen before", len(units))
+        gone = set(units.tolist())
+        kept = [text for unit, text in enumerate(document.text.split(self._separator)) if unit not in gone]
+        text = self._separator.join(kept)
+        if text.strip():
+            document.text = text
+        else:
+            document.dropped = f"every {self.options.unit} was seen before"
+
+    def settings(self) -> dict[str, Any]:
+        """What must be equal for hashes to be comparable."""
+        options = self.options
+        line = {} if options.unit == "document" else {"min_length": options.min_length}
+        names = ("unit", "ignore_case", "ignore_whitespace")
+        return {
+            "step": self.name,
+            "hash": "xxh3_128",
+            "buckets": self.buckets,
+            **line,
+            **{n: getattr(options, n) for n in names},
+        }
+
+    @staticmethod
+    def problems(options: Any) -> list[str]:
+        found = []
+        if options.unit not in SEPARATORS:
+            found.append(f"unit: {options.unit!r} is none of {', '.join(SEPARATORS)}")
+        if options.min_length < 1:
+            found.append(f"min_length: {options.min_length} must be at least 1")
+        return found + missing_packages("xxhash")
+
+
+def missing_packages(*names: str) -> list[str]:
+    """A complaint for each package that is not installed."""
+    return [f"needs the package {n}: pip install {n}" for n in names if importlib.util.find_spec(n) is None]

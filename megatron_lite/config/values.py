@@ -13,9 +13,23 @@ import pathlib
 import re
 import types
 import typing
+from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
+_UNITS: Mapping[str, int] = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\Z")
+
+
+def whole_amount(text: str) -> int:
+    """``"250B"`` as a number; K, M, B, T are powers of 1,000. Raises ValueError unless it is whole and not negative."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text, flags=re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is not an amount such as 0, 2048 or 1.5B (K, M, B, T are powers of 1000)")
+    amount = Fraction(match[1]) * _UNITS[match[2].upper()]
+    if amount.denominator != 1:
+        raise ValueError(f"{text!r} is not whole")
+    return int(amount)
 
 
 def describe(kind: Any) -> str:

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import pairwise
+
+from megatron_lite.config.values import whole_amount
 
 LR_SCALING_RULES = ("none", "linear", "sqrt", "auto")
 AUTO_LINEAR_UP_TO = 4096  # samples; the rule of thumb holds linear scaling up to here
-_UNITS: Mapping[str, int] = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -151,12 +150,13 @@ def parse_steps(text: str) -> list[tuple[int, int]]:
             raise ValueError(
                 f"step-batch-size-schedule: {part!r} is not TOKENS:SIZE, e.g. 250B:1536 (K, M, B, T are powers of 1000)"
             )
-        tokens = Fraction(match[1]) * _UNITS[match[2].upper()]
-        if tokens.denominator != 1:
-            raise ValueError(f"step-batch-size-schedule: {part!r} does not begin at a whole number of tokens")
+        try:
+            tokens = whole_amount(match[1] + match[2])
+        except ValueError:
+            raise ValueError(f"step-batch-size-schedule: {part!r} does not begin at a whole number of tokens") from None
         if int(match[3]) < 1:
             raise ValueError(f"step-batch-size-schedule: {part!r} has a global batch below 1")
-        steps.append((int(tokens), int(match[3])))
+        steps.append((tokens, int(match[3])))
     if not steps or steps[0][0] != 0:
         raise ValueError(f"step-batch-size-schedule {text!r} must begin with 0:SIZE")
     for (a, _), (b, _) in pairwise(steps):

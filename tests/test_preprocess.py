@@ -26,7 +26,7 @@ from megatron_lite.cli import preprocess as cli
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.preprocess import SENTENCE_END, Counts, Options, preprocess
-from megatron_lite.text.records import BadInput, BadRecord, blocks, expand_inputs, parse_line
+from megatron_lite.text.records import NOT_DECODABLE, BadInput, BadRecord, blocks, expand_inputs, parse_line
 from megatron_lite.text.tokenizer import Tokenizer, build_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -234,11 +234,11 @@ BAD: list[tuple[bytes, str]] = [
     (b"true", "a boolean, not an object"),
     (b'{"text": null}', "the value of 'text' is null, not a string"),
     (b'{"text": 7}', "the value of 'text' is a number, not a string"),
-    (b'{"text": ["x"]}', "the value of 'text' is an array, not a string"),
+    (b'{"text": ["x", 1]}', "the value of 'text' is an array, not a string"),
     (b'{"title": "x"}', "no key 'text'"),
     (b'{"text":"\xc3\xa9 \\ud800"}', "the value of 'text' holds a lone surrogate"),
     (b'{"text":"a"} {"text":"b"}', r"not one JSON value \(Extra data at character 14"),
-    (b'{"text":"x\xff\xfe"}', r"not UTF-8 \(byte 11 of the line\)"),
+    (b'{"text":"x\xff\xfe"}', r"bytes that are not text in the input's encoding \(character 11 of the line\)"),
     (b'{"text":"a", "n": ' + b"1" * 5000 + b"}", "not one JSON value"),
     (b"[" * 200_000, "nested too deeply"),
     (b'{"text": "x"}\x00', "not one JSON value"),
@@ -267,7 +267,7 @@ def test_bad_records_are_counted_on_request(tmp_path: Path, workers: int) -> Non
     counts = run(path, tmp_path / "out", workers, skip_bad=True)
     assert documents(tmp_path / "out_text_document") == good
     assert sum(counts.bad.values()) == len(BAD) and counts.bad["not one JSON value"] == 4
-    assert counts.bad["a number, not an object"] == 1 and counts.bad["not UTF-8"] == 1
+    assert counts.bad["a number, not an object"] == 1 and counts.bad[NOT_DECODABLE] == 1
 
 
 @WORKERS

@@ -18,10 +18,9 @@ and unpacked, as blocks are asked for: memory does not grow with the file, excep
 
 from __future__ import annotations
 
-import codecs
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
@@ -173,3 +172,99 @@ def open_input(path: str | Path, options: InputOptions, start: int = 0, stop: in
     if name.kind in LINES or name.kind == TAR:
         return inputs_bytes.line_blocks(str(path), name, options, start, stop)
     return inputs_texts.text_blocks(str(path), name, options, start, stop)
+
+
+def lines_before(path: str | Path, options: InputOptions, start: int) -> int:
+    """How many lines begin before an unpacked byte of a file of JSON lines; reads what is before it."""
+    return sum(
+        block.data.count(b"\n") + (not block.data.endswith(b"\n"))
+        for block in open_input(path, options, stop=start)
+        if isinstance(block, Lines)
+    )
+
+
+def extent(path: str | Path, options: InputOptions) -> int | None:
+    """The end of the range that ``start`` and ``stop`` of :func:`open_input` divide, where a part can be read by itself.
+
+    Bytes of JSON lines that are not packed, rows of a Parquet file; None: whoever wants a part reads what is before it.
+    """
+    from megatron_lite.text import inputs_bytes, inputs_texts
+
+    name = name_of(path)
+    if name is not None and name.kind == PARQUET:
+        return inputs_texts.parquet_rows(str(path))
+    is_plain = name is not None and name.kind in LINES and not name.packing and str(path) != STANDARD_INPUT
+    if not is_plain or inputs_bytes.is_wide(inputs_bytes.check_encoding(options.encoding)):
+        return None
+    return os.path.getsize(path)
+
+
+def expand_inputs(arguments: Sequence[str], flag: str = "--input") -> list[Path]:
+    """The files that the arguments name: files, patterns (``**`` too), directories (with all below); ``-`` is standard input.
+
+    Files of a pattern or a directory come in the order of their names. Below a directory, names that begin with a dot and
+    ``_SUCCESS`` are left out; any other name that is not read is an error.
+
+    Raises:
+        ValueError: a pattern or directory without a file, a file that is not there, or a kind that is not read.
+    """
+    files: list[Path] = []
+    for argument in arguments:
+        path = Path(argument)
+        if path.is_dir():
+            files += _below(argument, flag)
+        elif has_magic(argument) and not path.exists():
+            found = sorted(Path(f) for f in glob(argument, recursive=True))
+            if not found:
+                raise ValueError(f"{flag} {argument}: no file matches; supported are {SUPPORTED}")
+            files += [f for f in found if not f.is_dir()]
+        else:
+            files.append(path)
+    for path in files:
+        if str(path) != STANDARD_INPUT and not path.is_file():
+            raise ValueError(f"{flag} {path}: {'not an ordinary file' if path.exists() else 'no such file'}")
+        if name_of(path) is None:
+            raise ValueError(f"{flag} {path}: this kind of file is not read; supported are {SUPPORTED}")
+    if [str(f) for f in files].count(STANDARD_INPUT) > 1:
+        raise ValueError(f"{flag}: standard input (-) can be read once")
+    return files
+
+
+def _below(directory: str, flag: str) -> list[Path]:
+    """Files of a directory, recursively, in the order of their names."""
+    files: list[Path] = []
+    seen: set[str] = set()
+    for top, names, inside in os.walk(directory, followlinks=True):
+        names[:] = [n for n in names if not n.startswith(".")]
+        if (real := os.path.realpath(top)) in seen:
+            raise ValueError(f"{flag} {directory}: {top} is reached a second time, through a link")
+        seen.add(real)
+        files += [Path(top, n) for n in inside if not n.startswith(".") and n != "_SUCCESS"]
+    files.sort()
+    unknown = [str(f) for f in files if name_of(f) is None]
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        pattern = os.path.join(directory, "**", "*.jsonl")
+        raise ValueError(
+            f"{flag} {directory}: holds {unknown[0]}{more}, which is not read; give a pattern as in '{pattern}'; "
+            f"supported are {SUPPORTED}"
+        )
+    if not files:
+        raise ValueError(f"{flag} {directory}: a directory without files; supported are {SUPPORTED}")
+    return files
+
+
+def check_options(options: InputOptions, files: Sequence[Path]) -> None:
+    """Refuse options that fit no file, before anything is read. Raises ValueError."""
+    from megatron_lite.text.inputs_bytes import check_encoding
+
+    check_encoding(options.encoding)
+    if options.separator == "":
+        raise ValueError("--document-separator is an empty text")
+    for path in files:
+        name = name_of(path)
+        if name is not None and name.kind in (PLAIN, DAT) and options.keys != ("text",):
+            what = "plain text" if name.kind == PLAIN else "an archive of texts"
+            raise ValueError(f"{path}: {what} has no keys but 'text'; --json-keys asks for {' '.join(options.keys)}")
+    if options.separator is not None and not any(n is not None and n.kind == PLAIN for n in map(name_of, files)):
+        raise ValueError(f"--document-separator: none of the {len(files)} inputs is plain text ({PLAIN})")

@@ -20,9 +20,13 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import IO, Any
 
+import orjson
+
 SUFFIXES: tuple[str, ...] = tuple(k + packed for packed in ("", ".gz", ".bz2", ".xz") for k in (".jsonl", ".json"))
 BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+NOT_DECODABLE = "bytes that are not text in the input's encoding"
+PARAGRAPHS = "\n\n"  # between the strings of a text that is a list
 _SHOWN = 80  # characters of a bad record that an error shows
 
 
@@ -110,33 +114,61 @@ def numbered_lines(first_line: int, data: bytes) -> Iterator[tuple[int, bytes]]:
 
 def parse_line(line: bytes, keys: Sequence[str]) -> list[str]:
     """The texts of a record. Raises BadRecord."""
+    record = parse_object(line)
+    return [text_of(record, key) for key in keys]
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """The object of a line. Raises BadRecord.
+
+    What orjson refuses is read again by the standard library, which takes more (NaN, whole numbers of any size, lone
+    surrogates) and says what is wrong.
+    """
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        record = _parse_leniently(line)
+    if isinstance(record, list):
+        raise BadRecord("an array, not an object (JSON lines have one object per line)")
+    if not isinstance(record, dict):
+        raise BadRecord(f"{_kind(record)}, not an object")
+    return record
+
+
+def _parse_leniently(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as e:
-        raise BadRecord("not UTF-8", f" (byte {e.start + 1} of the line)") from None
+        place = len(line[: e.start].decode("utf-8")) + 1
+        raise BadRecord(NOT_DECODABLE, f" (character {place} of the line)") from None
     except json.JSONDecodeError as e:
         raise BadRecord("not one JSON value", f" ({e.msg} at character {e.colno})") from None
     except ValueError as e:  # a number of more digits than Python reads
         raise BadRecord("not one JSON value", f" ({e})") from None
     except RecursionError:
         raise BadRecord("nested too deeply") from None
-    if isinstance(record, list):
-        raise BadRecord("an array, not an object (JSON lines have one object per line)")
-    if not isinstance(record, dict):
-        raise BadRecord(f"{_kind(record)}, not an object")
-    texts = []
-    for key in keys:
-        if key not in record:
-            raise BadRecord(f"no key {key!r}")
-        text = record[key]
-        if not isinstance(text, str):
-            raise BadRecord(f"the value of {key!r} is {_kind(text)}, not a string")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise BadRecord(f"the value of {key!r} holds a lone surrogate, which is no text") from None
-        texts.append(text)
-    return texts
+
+
+def text_of(record: dict[str, Any], key: str) -> str:
+    """The text under a key; a list of strings is its paragraphs. Raises BadRecord."""
+    if key not in record:
+        there = ", ".join(map(str, list(record)[:8])) or "none"
+        raise BadRecord(f"no key {key!r}", f" (its keys: {excerpt(there.encode('utf-8', 'replace'))})")
+    text = record[key]
+    if isinstance(text, list) and text and all(isinstance(part, str) for part in text):
+        text = PARAGRAPHS.join(text)
+    if not isinstance(text, str):
+        raise not_a_string(key, text)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRecord(f"the value of {key!r} holds a lone surrogate, which is no text") from None
+    return text
+
+
+def not_a_string(key: str, value: Any) -> BadRecord:
+    """Why a value cannot be a text."""
+    return BadRecord(f"the value of {key!r} is {_kind(value)}, not a string")
 
 
 def _kind(value: Any) -> str:

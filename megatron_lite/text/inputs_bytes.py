@@ -1,0 +1,233 @@
+"""Bytes of input files: unpacked as a stream, brought to UTF-8, and cut into blocks of whole lines.
+
+Packed files may have several members or frames one after another (``cat a.zst b.zst``, ``pigz``, ``zstd -T``); one that ends
+in the middle is an error, and never a short file. Damage is reported behind the line up to which all was well.
+
+A ``.jsonl.zst.tar`` of lm_dataformat is a tar archive, not packed itself, of ``.jsonl.zst`` files as its ``Archive`` writes
+them: zstd of lines ``{"text": ..., "meta": {...}}`` in UTF-8. A text may be a list of paragraphs, which its reader joins
+with a blank line (:mod:`.records` does too); ``meta`` is an object, and may be missing. Members are read in the order in
+which they lie in the archive. (Source: ``Reader.read_jsonl_tar``, ``Archive`` of github.com/EleutherAI/lm_dataformat.)
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import lzma
+import re
+import sys
+import tarfile
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import IO, Any, Protocol
+
+from megatron_lite.text.inputs import STANDARD_INPUT, TAR, InputOptions, Lines, Name
+from megatron_lite.text.records import BYTE_ORDER_MARK, BadInput
+
+_ZSTD_PIECE = 1 << 13  # packed bytes at a time, so that what they unpack to stays small
+_ZSTD_WINDOW = 1 << 31  # the largest that `zstd --long=31` makes
+_ARRAY = re.compile(rb"\s*\[\s*(\{|\n|$)")  # how a file that is a JSON array of objects begins
+_UNFIT = ("utf-7", "hz", "iso2022", "raw_unicode_escape", "idna", "punycode")  # a newline is not always a newline there
+DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError)
+
+
+class Readable(Protocol):
+    """What is read from a file here."""
+
+    def read(self, size: int = -1, /) -> bytes: ...
+
+
+def check_encoding(name: str) -> str:
+    """Python's own name of an encoding of text. Raises ValueError for one that is not read."""
+    try:
+        found = codecs.lookup(name).name
+        fits = "\n".encode(found) == b"\n" and not found.startswith(_UNFIT)
+    except (LookupError, UnicodeError):
+        found, fits = name, False
+    if found == "utf-8-sig":
+        return "utf-8"
+    if not fits and not is_wide(found):
+        some = "utf-8, gb18030, gbk, big5, euc-jp, shift_jis, euc-kr, cp1251, latin-1, utf-16"
+        raise ValueError(f"--encoding {name}: not an encoding that is read here; known are {some} and others")
+    return found
+
+
+def is_wide(encoding: str) -> bool:
+    """Whether a character is two or four bytes, so that lines cannot be cut at the byte of a newline."""
+    return encoding.startswith(("utf-16", "utf-32"))
+
+
+def open_file(path: str) -> IO[bytes]:
+    """The file of that name, or standard input."""
+    return sys.stdin.buffer if path == STANDARD_INPUT else open(path, "rb", buffering=0)
+
+
+def shown_name(path: str) -> str:
+    """A file's name in messages."""
+    return "standard input" if path == STANDARD_INPUT else path
+
+
+def unpacked(file: Readable, packing: str, size: int) -> Iterator[bytes]:
+    """The content of a file in pieces of about ``size`` bytes (zstd: smaller or larger ones)."""
+    if packing == ".zst":
+        yield from _zstd_frames(file)
+        return
+    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    stream = openers[packing](file, "rb") if packing else file
+    while data := stream.read(size):
+        yield data
+
+
+def _zstd_frames(file: Readable) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise ValueError("reading .zst needs a package that is not installed: pip install zstandard") from None
+    unpacker = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
+    frame = None
+    while packed := file.read(1 << 18):
+        for start in range(0, len(packed), _ZSTD_PIECE):
+            rest = packed[start : start + _ZSTD_PIECE]
+            while rest:
+                frame = frame or unpacker.decompressobj()
+                try:
+                    data = frame.decompress(rest)
+                except zstandard.ZstdError as error:
+                    raise EOFError(str(error)) from None
+                if data:
+                    yield data
+                rest = frame.unused_data if frame.eof else b""
+                if frame.eof:
+                    frame = None
+    if frame is not None:
+        raise EOFError("the file ends inside a zstd frame")
+
+
+def decoded(pieces: Iterator[bytes], encoding: str) -> Iterator[str]:
+    """Bytes as text; those that cannot be decoded are lone surrogates in it."""
+    decoder = codecs.getincrementaldecoder(encoding)("surrogatepass" if is_wide(encoding) else "surrogateescape")
+    try:
+        for piece in pieces:
+            yield decoder.decode(piece)
+        yield decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise EOFError(f"not {encoding}: {error.reason}") from None
+
+
+def to_utf8(data: bytes, encoding: str) -> bytes:
+    """Whole lines in UTF-8; those that cannot be decoded with a byte that is not UTF-8 in that place."""
+    try:
+        return data.decode(encoding).encode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return b"\n".join(_line_to_utf8(line, encoding) for line in data.split(b"\n"))
+
+
+def _line_to_utf8(line: bytes, encoding: str) -> bytes:
+    try:
+        return line.decode(encoding).encode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        good = line[: error.start].decode(encoding).encode("utf-8", "surrogatepass")
+        return good + b"\xff" + line[error.start :].decode(encoding, "replace").encode("utf-8", "surrogatepass")
+
+
+def whole_lines(pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
+    """Blocks of whole lines, each of about ``size`` bytes or one longer line; the last may lack its newline."""
+    held: list[bytes] = []
+    length = 0
+    for piece in pieces:
+        held.append(piece)
+        length += len(piece)
+        cut = piece.rfind(b"\n") + 1 if length >= size else 0
+        if cut:
+            held[-1] = piece[:cut]
+            yield b"".join(held)
+            held = [piece[cut:]]
+            length = len(held[0])
+    if length:
+        yield b"".join(held)
+
+
+def line_blocks(path: str, name: Name, options: InputOptions, start: int, stop: int | None) -> Iterator[Lines]:
+    """Blocks of JSON lines; see :func:`megatron_lite.text.inputs.open_input`."""
+    encoding = "utf-8" if name.kind == TAR else check_encoding(options.encoding)
+    shown = shown_name(path)
+    with ExitStack() as stack:
+        file = open_file(path)
+        if path != STANDARD_INPUT:
+            stack.enter_context(file)
+        offset, line = 0, 1
+        if start > 0 and name.kind != TAR and not name.packing and not is_wide(encoding) and file.seekable():
+            offset, line = start - 1, 0  # whether a line begins at `start`, the byte before it says
+            file.seek(offset)
+        counted = CountedFile(file, offset)
+        try:
+            for where, pieces in _streams(shown, counted, name, encoding, options.block_bytes):
+                line = min(line, 1)
+                for data in whole_lines(pieces, options.block_bytes):
+                    if line == 1:
+                        _refuse_array(where, data)
+                    before, wanted = _cut(data, start - offset, None if stop is None else stop - offset)
+                    if wanted:
+                        first = line + data.count(b"\n", 0, before)
+                        text = wanted if encoding == "utf-8" or is_wide(encoding) else to_utf8(wanted, encoding)
+                        yield Lines(where, first, text, offset + before, counted.taken)
+                    line += data.count(b"\n")
+                    offset += len(data)
+                    if stop is not None and offset >= stop:
+                        return
+        except DAMAGE as error:
+            raise BadInput(f"{shown}: damaged, cut off or unreadable after line {line} ({error})") from None
+
+
+class CountedFile:
+    """A file that counts what was read from it; ``taken`` bytes are behind it."""
+
+    def __init__(self, file: Readable, taken: int = 0) -> None:
+        self._file, self.taken = file, taken
+
+    def read(self, size: int = -1) -> bytes:
+        """As of files."""
+        data = self._file.read(size)
+        self.taken += len(data)
+        return data
+
+
+def _streams(
+    shown: str, file: CountedFile, name: Name, encoding: str, size: int
+) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """(name for messages, unpacked content) of the file, or of each member of an archive."""
+    if name.kind != TAR:
+        pieces = unpacked(file, name.packing, size)
+        if is_wide(encoding):  # a lone surrogate becomes bytes that are not UTF-8
+            pieces = (text.encode("utf-8", "surrogatepass") for text in decoded(pieces, encoding))
+        yield shown, pieces
+        return
+    with tarfile.open(fileobj=file, mode="r|") as archive:  # type: ignore[call-overload]
+        for member in archive:
+            archive.members = []  # type: ignore[attr-defined]  # which otherwise remembers them all
+            if member.isdir():
+                continue
+            inside = archive.extractfile(member) if member.name.endswith(".jsonl.zst") else None
+            if inside is None:
+                raise BadInput(f"{shown}: holds {member.name}; only .jsonl.zst files are read in a {TAR}")
+            yield f"{shown}({member.name})", unpacked(inside, ".zst", size)
+
+
+def _cut(data: bytes, start: int, stop: int | None) -> tuple[int, bytes]:
+    """The lines that begin in [start, stop): how many bytes are before them, and they."""
+    before, end = 0, len(data)
+    if start > 0:
+        before = (data.find(b"\n", start - 1) + 1 or end) if start <= end else end
+    if stop is not None:
+        end = 0 if stop <= 0 else (data.find(b"\n", stop - 1) + 1 or end) if stop <= end else end
+    if before == 0 and end == len(data):
+        return 0, data
+    return before, data[before:end]
+
+
+def _refuse_array(file: str, data: bytes) -> None:
+    if _ARRAY.match(data.removeprefix(BYTE_ORDER_MARK)[:256]):
+        remedy = "jq -c '.[]' FILE > FILE.jsonl"
+        raise BadInput(f"{file}:1: a JSON array, where each line must be an object; make lines of it: {remedy}")

@@ -18,20 +18,15 @@ data parallelism, ZeRO and pipelines, and tensor parallelism is refused by the n
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import os
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, is_dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
+from megatron_lite.config.own_code import import_own, own_digest
 from megatron_lite.tensor.spec import ParamSpec, Rectangle, TensorParallel
 
 if TYPE_CHECKING:
@@ -142,7 +137,7 @@ def load_definition(name: str) -> type[ModelDefinition]:
     module_name, colon, class_name = name.partition(":")
     if not colon or not module_name or not class_name:
         raise ValueError(f"no model {name!r}: choose gpt, llama or a class of your own as package.module:Class")
-    module = _import_module(module_name)
+    module = import_own(module_name)
     found = getattr(module, class_name, None)
     if found is None:
         known = [
@@ -165,36 +160,9 @@ def load_definition(name: str) -> type[ModelDefinition]:
     return found
 
 
-def _import_module(name: str) -> ModuleType:
-    """Import a module with the working directory first on the path; it stays on the path, behind everything else."""
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise ValueError(f"no module {name} in {here} or among the installed packages") from error
-        raise ValueError(f"module {name} was found, but it needs {error.name}, which is not installed") from error
-    except SyntaxError as error:
-        raise ValueError(f"module {name}: {error.filename}, line {error.lineno}: {error.msg}") from error
-    except SystemExit as error:
-        raise ValueError(f"module {name} ends the program when it is imported (exit code {error.code})") from error
-    finally:
-        sys.path.remove(here)
-        if here not in sys.path:
-            sys.path.append(here)
-
-
 def source_digest(definition: type[ModelDefinition]) -> str:
     """Digest of a model's source files: of its class, of those it is derived from, and of the rest of its package."""
-    own = definition.__module__.partition(".")[0]
-    names = {cls.__module__ for cls in definition.__mro__} | {name for name in sys.modules if name.partition(".")[0] == own}
-    total = hashlib.sha256()
-    for name in sorted(names - {"builtins"}):
-        source = getattr(sys.modules.get(name), "__file__", None)
-        if source and source.endswith(".py") and not name.startswith("megatron_lite."):  # ours: see mesh.agreement
-            total.update(name.encode() + b"\0" + hashlib.sha256(Path(source).read_bytes()).digest())
-    return total.hexdigest()[:16]
+    return own_digest(definition.__module__, {cls.__module__ for cls in definition.__mro__})
 
 
 def part_names(definition: ModelDefinition) -> list[str]:

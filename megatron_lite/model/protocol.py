@@ -18,6 +18,7 @@ data parallelism, ZeRO and pipelines, and tensor parallelism is refused by the n
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, is_dataclass, replace
 from fnmatch import fnmatchcase

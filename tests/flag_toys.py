@@ -98,6 +98,8 @@ def watch(built: Any, bad: tuple[int, ...]) -> Iterator[None]:
     source = getattr(getattr(loader.dataset, "stream", None), "dataset", None)
     found: dict[str, Any] = {
         "workers": loader._pool._max_workers if loader._pool else 0,
+        "bytes ahead": loader._bytes_ahead,
+        "pinned": loader.pin_memory,
         "mapped": source is not None and source._tokens is not None,
         "memory": assembly.optimizer.memory(),
         "replica checks": 0,

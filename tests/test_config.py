@@ -204,7 +204,7 @@ def test_files_are_read_strictly(tmp_path: Path) -> None:
         "  cp_comm_type: p2p\n"
         "logging: 3\n"
         "data:\n"
-        "  data_cache_path: x\n"
+        "  dataloader_type: single\n"
         "  data_path: 3.5\n"
         "  tokenizer_type: Bpe\n",
     )
@@ -223,7 +223,7 @@ def test_files_are_read_strictly(tmp_path: Path) -> None:
         "--zero-stage 1",
         f"{path}:11: parallel.cp_comm_type is not in this version",
         f"{path}:12: logging: expected fields",
-        f"{path}:14: data.data_cache_path has no effect",
+        f"{path}:14: data.dataloader_type has no effect",
         f"{path}:16: data.tokenizer_type: 'Bpe'",
     ):
         assert part in text, (part, text)

@@ -31,6 +31,7 @@ from megatron_lite.config.derived import bucket_parameters
 from megatron_lite.config.load import changed, load
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.config.transformer import TransformerConfig
+from megatron_lite.data.stage_dir import open_access
 from megatron_lite.mesh.layout import Layout, layout_for
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.model.protocol import load_definition
@@ -294,6 +295,7 @@ CASES: list[Case] = [
     Case("--hysteresis 5", scale, FP16),
     # data
     Case("--seq-length 8", loss),
+    Case("--remote-cache-gib 2", lambda c: open_access(c.data)[0].cache_bytes),
     Case("--tokenizer-type Llama2Tokenizer", tokens, f"{LONG} {SENTENCE_PIECE} --tokenizer-model {{sp}}"),
     Case("--tokenizer-model {sp2}", tokens, f"{LONG} {SENTENCE_PIECE} --tokenizer-model {{sp}}"),
     Case("--tiktoken-pattern v1", tokens, f"{LONG} {TIKTOKEN} --tokenizer-model {{tik}}"),
@@ -391,6 +393,10 @@ RUNS: list[RunCase] = [
     RunCase("--eod-mask-loss", losses, f"{DATA} --document-mask off"),
     RunCase("--num-workers 0", inside("workers")),
     RunCase("--data-access pread", inside("mapped")),
+    RunCase("--data-cache-path {scratch}/cache", lambda r: r.files, f"{DATA} --sample-order megatron"),
+    RunCase("--stage-dir {scratch}/stage", lambda r: r.files),
+    RunCase("--prefetch-mib 1", inside("bytes ahead")),
+    RunCase("--no-pin-memory", inside("pinned")),
     # evaluation
     RunCase("--eval-interval 1", evaluations, EVAL),
     RunCase("--eval-iters 2", evaluations, EVAL),

@@ -229,6 +229,8 @@ def check_files(config: RunConfig[Any]) -> list[Problem]:
     data, found = config.data, []
     for flag in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         for prefix in prefixes(getattr(data, flag)):
+            if "://" in prefix:
+                continue  # in a store, which is asked when it is opened
             missing = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
             if missing and not data.mock_data:
                 what = f"--{flag.replace('_', '-')} {prefix}: {' and '.join(prefix + s for s in missing)} not found"
@@ -244,7 +246,12 @@ def check_files(config: RunConfig[Any]) -> list[Problem]:
     if load and not Path(load).is_dir() and not (save and Path(load).resolve() == Path(save).resolve()):
         rule = "only a --load that is the same as --save may be missing"
         found.append(Problem(f"--load {load}: no such directory", rule=rule))
-    for flag, directory in (("--save", save), ("--tensorboard-dir", config.logging.tensorboard_dir)):
+    for flag, directory in (
+        ("--save", save),
+        ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--data-cache-path", data.data_cache_path),
+        ("--stage-dir", data.stage_dir),
+    ):
         reason = unwritable(Path(directory)) if directory else None
         if reason:
             found.append(Problem(f"{flag} {directory} cannot be written: {reason}", nearest=f"another {flag}"))

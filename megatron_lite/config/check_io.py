@@ -24,8 +24,11 @@ def data_problems(config: RunConfig[Any]) -> list[Problem]:
                 rule="at least 1 token",
             )
         )
-    if data.num_workers < 0:
-        found.append(Problem(f"--num-workers {data.num_workers}", rule="0 or more"))
+    for name, least in (("num_workers", 0), ("prefetch_mib", 1), ("remote_cache_gib", 1)):
+        if getattr(data, name) < least:
+            found.append(Problem(f"--{name.replace('_', '-')} {getattr(data, name)}", rule=f"{least} or more"))
+    if not 0 < data.blend_temperature < math.inf:
+        found.append(Problem(f"--blend-temperature {data.blend_temperature:g}", rule="above 0", nearest="1 changes nothing"))
     return found + source_problems(data, config.evaluation) + tokenizer_problems(config)
 
 

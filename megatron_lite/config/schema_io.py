@@ -35,6 +35,12 @@ class DataConfig:
     """Test data of its own, in the form of --data-path."""
     split: str = "969,30,1"
     """Shares of --data-path for training, validation, test."""
+    blend_temperature: float = 1.0
+    """Sources are drawn by weight^(1/T), without weights by tokens^(1/T): above 1 small sources more often."""
+    curriculum: str | None = None
+    """YAML file of stages: weights of sources and sequence lengths by consumed tokens (docs/datasets.md)."""
+    transform: str | None = None
+    """MODULE:FUNCTION, a team's own, through which every training row passes (docs/datasets.md)."""
     mock_data: bool = False
     """Made-up tokens instead of files."""
     sample_order: Literal["windows", "megatron"] = "windows"
@@ -49,6 +55,16 @@ class DataConfig:
     """Threads of each rank that read and build batches ahead; 0 reads in the training loop."""
     data_access: Literal["mmap", "pread"] = "mmap"
     """mmap: map .bin files; pread: read each row (--no-mmap-bin-files), for parallel file systems where mapping is slow."""
+    data_cache_path: str | None = None
+    """Directory for what is computed of the data once and found at later starts; local to a node or shared."""
+    stage_dir: str | None = None
+    """Directory on each node's own disk to which the data are copied before training; later starts find the copies."""
+    remote_cache_gib: int = 64
+    """What blocks of remote data (s3://...) may take under --data-cache-path."""
+    prefetch_mib: int = 32
+    """Batches kept built ahead of the step, on each rank: as many steps as fit, at least 2 and at most 8."""
+    pin_memory: bool = True
+    """Build batches in page-locked memory, from which a GPU copies while it computes; no effect on CPUs."""
     tokenizer_type: TokenizerType = "GPT2BPETokenizer"
     """Kind of tokenizer."""
     tokenizer_model: str | None = None

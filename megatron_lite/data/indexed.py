@@ -15,6 +15,7 @@ the pointers. :meth:`IndexedDataset.problems` makes the full pass. The format is
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -98,6 +99,7 @@ class IndexedDataset:
         """Tokens [start, stop) of the stream, int64, a copy."""
         return self.raw(start, stop).astype(np.int64)
 
+    @functools.cached_property
     def index_digest(self) -> str:
         """32 hexadecimal digits of the index's lengths, from which its pointers follow (one pass over 4 bytes a sequence)."""
         digest = hashlib.blake2b(f"{self.num_sequences} {self.dtype.name}\n".encode(), digest_size=16)

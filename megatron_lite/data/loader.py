@@ -68,7 +68,8 @@ class Loader:
         micro_batch_size, dp_size, dp_index: see :class:`Sampler`.
         seq_length: S; every row must have S + 1 tokens.
         num_workers: threads; 0 builds in :meth:`step`.
-        device: where batches go. For CUDA they are built in page-locked memory and copied on a stream of their own.
+        device: where batches go; to CUDA they are copied on a stream of their own.
+        pin_memory: with CUDA, build in page-locked memory, so that copies go on beside the computation.
         document_mask, eod_id, eod_mask_loss: see :func:`make_batch`.
         skipped: ranges of samples that are not read.
         bytes_ahead: how many bytes of batches are kept built: as many steps as fit, but at least 2 and at most 8.
@@ -84,6 +85,7 @@ class Loader:
         dp_size: int = 1,
         num_workers: int = 2,
         device: torch.device | str = "cpu",
+        pin_memory: bool = True,
         document_mask: bool = True,
         eod_id: int | None = None,
         eod_mask_loss: bool = False,
@@ -97,7 +99,7 @@ class Loader:
         self.dataset, self.seq_length, self.device = dataset, seq_length, torch.device(device)
         self.sampler = Sampler(micro_batch_size, dp_size, dp_index, tuple(skipped))
         self._options = {"document_mask": document_mask, "eod_id": eod_id, "eod_mask_loss": eod_mask_loss}
-        self._bytes_ahead = bytes_ahead
+        self._bytes_ahead, self.pin_memory = bytes_ahead, pin_memory
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(num_workers, "loader", self._enter_thread) if num_workers else None
         self._queue: deque[tuple[int, list[int], Future[_Built]]] = deque()  # (consumed before it, samples, microbatch)
@@ -205,7 +207,7 @@ class Loader:
             batch.loss_mask.numpy(),
         ):
             digest = zlib.crc32(part.data, digest)
-        return _Built(batch.pin() if self._stream is not None else batch, digest)
+        return _Built(batch.pin() if self._stream is not None and self.pin_memory else batch, digest)
 
     def _enter_thread(self) -> None:
         """Page-locked memory belongs to a device's context: without this, threads would open one on the first GPU."""

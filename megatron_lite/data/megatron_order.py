@@ -5,18 +5,22 @@ its samples are needed), the shuffled documents are read as one stream, sample k
 k * S on, and the samples are shuffled in turn, all with one NumPy ``RandomState``. A "document" here is a sequence of
 the index, as there. The order depends on the number of samples asked for, so that number is part of the run.
 
-Unlike the windows order this needs arrays of the size of documents and samples, on every rank. Their slow part is done
-by a compiled helper where it has been built; the NumPy form below gives the same numbers.
+Unlike the windows order this needs arrays of the size of documents and samples. Their slow part is done by a compiled
+helper where it has been built (the NumPy form below gives the same numbers), and with a cache directory they are built
+once and mapped by all ranks of a node (:mod:`megatron_lite.data.order_cache`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from megatron_lite.data.helper import index_helper
 from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.order_cache import Arrays, cached_arrays
 from megatron_lite.data.row import Row
 from megatron_lite.data.stream import check_ids
 
@@ -131,9 +135,12 @@ class MegatronDataset:
         eod_id: documents inside a row end after this id (there is no other trace of them in this order); None: a row is
             one document.
         vocab_size: rows with ids outside the vocabulary are refused; None: not checked.
+        cache: directory in which the order is kept; None: it is built here.
+        tell: gets what is worth knowing about the cache.
 
     Raises:
         ValueError: too few tokens for one sample.
+        OSError: the cache cannot be written.
     """
 
     endless = False
@@ -149,6 +156,8 @@ class MegatronDataset:
         eod_id: int | None = None,
         vocab_size: int | None = None,
         name: str = "",
+        cache: Path | None = None,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.dataset, self.part, self.name = dataset, part, name or dataset.prefix
         self.seq_length, self.eod_id, self.vocab_size, self.asked = seq_length, eod_id, vocab_size, asked
@@ -159,11 +168,23 @@ class MegatronDataset:
                 f"takes {seq_length + EXTRA}"
             )
         self.plan = plan_epochs(self.num_tokens, seq_length, asked)
+        if cache is None:
+            arrays = self._build(seed)
+        else:
+            key = {
+                "order": "megatron", "index": dataset.index_digest, "part": [part.start, part.stop],
+                "seq_length": seq_length, "asked": asked, "seed": seed, "rules": [EXTRA, SEPARATE_BELOW],
+            }  # fmt: skip
+            path = cache / "orders" / Path(dataset.prefix).name
+            arrays = cached_arrays(path, key, lambda: self._build(seed), tell)
+        self.order, self.samples, self.shuffle = arrays["order"], arrays["samples"], arrays["shuffle"]
+
+    def _build(self, seed: int) -> Arrays:
         random = np.random.RandomState(seed)
-        self.order = document_index(len(part), self.plan, random)
-        lengths = np.array(dataset.lengths[part.start : part.stop], dtype=np.int32)
-        self.samples = sample_index(lengths, self.order, seq_length, self.plan.samples)
-        self.shuffle = shuffle_index(self.plan, random)
+        order = document_index(len(self.part), self.plan, random)
+        lengths = np.array(self.dataset.lengths[self.part.start : self.part.stop], dtype=np.int32)
+        samples = sample_index(lengths, order, self.seq_length, self.plan.samples)
+        return {"order": order, "samples": samples, "shuffle": shuffle_index(self.plan, random)}
 
     def __len__(self) -> int:
         return self.plan.samples

@@ -125,7 +125,7 @@ def build(
         guard.beat(f"taking {config.checkpoint.save} for this run", PATIENCE)
         closing.callback(take_together(Path(config.checkpoint.save), mesh.axis("world")))
     guard.beat("opening the data", PATIENCE)
-    data = open_data(config, mesh, batch, last_step, samples)
+    data = open_data(config, mesh, batch, last_step, samples, lambda text: guard.beat(text, PATIENCE))
     closing.callback(data.close)
     found = resume.find_together(config, mesh)
     guard.beat("building the model")

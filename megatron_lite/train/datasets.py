@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.config.problem import ConfigError
+from megatron_lite.config.problem import ConfigError, Problem
 from megatron_lite.config.schema import RunConfig
-from megatron_lite.data.access import Access
 from megatron_lite.data.build import build_datasets
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.megatron_order import samples_asked
 from megatron_lite.data.row import Dataset
+from megatron_lite.data.stage_dir import open_access
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.optim.batch_size import BatchSchedule
 from megatron_lite.text.tokenizer import Tokenizer, tokenizer_of
@@ -51,8 +51,15 @@ def tokenizer_of_run(config: RunConfig[Any]) -> Tokenizer | None:
     return None
 
 
-def open_data(config: RunConfig[Any], mesh: ProcessMesh, batch: BatchSchedule, steps: int, samples: int) -> Data:
-    """Open everything that the data section names.
+def open_data(
+    config: RunConfig[Any],
+    mesh: ProcessMesh,
+    batch: BatchSchedule,
+    steps: int,
+    samples: int,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Data:
+    """Open everything that the data section names; ``tell`` hears of what takes long.
 
     Raises:
         ConfigError: with every problem of the data, the same on every rank.
@@ -66,6 +73,10 @@ def open_data(config: RunConfig[Any], mesh: ProcessMesh, batch: BatchSchedule, s
         eval_interval=evaluation.eval_interval,
         eval_iters=evaluation.eval_iters,
     )
+    try:
+        access, lines = open_access(config.data, tell)
+    except (OSError, ValueError) as error:
+        raise ConfigError([Problem(str(error))]) from error
     found = build_datasets(
         config.data,
         asked=asked,
@@ -73,7 +84,7 @@ def open_data(config: RunConfig[Any], mesh: ProcessMesh, batch: BatchSchedule, s
         vocab_size=getattr(config.model, "vocab_size", None) or None,
         eod_id=None if tokenizer is None else tokenizer.eod_id,
         fingerprint=None if tokenizer is None else tokenizer.fingerprint,
-        access=Access(config.data.data_access),
+        access=access,
     )
     if found.problems:
         raise ConfigError(found.problems)
@@ -88,6 +99,8 @@ def open_data(config: RunConfig[Any], mesh: ProcessMesh, batch: BatchSchedule, s
             dp_index=mesh.coords.dp,
             dp_size=mesh.layout.dp,
             num_workers=config.data.num_workers,
+            pin_memory=config.data.pin_memory,
+            bytes_ahead=config.data.prefetch_mib << 20,
             device=mesh.device,
             document_mask=config.data.document_mask,
             eod_id=found.eod_id,
@@ -100,7 +113,7 @@ def open_data(config: RunConfig[Any], mesh: ProcessMesh, batch: BatchSchedule, s
         train=train,
         valid=loader(found.valid),
         test=loader(found.test),
-        summary=[*found.summary, *found.notices],
+        summary=[*found.summary, *lines, *found.notices],
         decode=None if tokenizer is None else tokenizer.decode,
         tokenizer_facts={"fingerprint": tokenizer.fingerprint if tokenizer else None, "eod_id": found.eod_id},
     )

@@ -42,6 +42,8 @@ POSITION = (
             "data_path",
             "train_data_path",
             "split",
+            "blend_temperature",
+            "transform",
             "mock_data",
             "sample_order",
             "packing",

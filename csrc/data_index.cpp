@@ -5,7 +5,7 @@
 // dataset that lags furthest behind its weight. megatron_lite/data has both in NumPy, with identical results, for
 // environments without a compiler. Everything is int64: a corpus may have more than 2^31 tokens.
 //
-// This file is a plain Python extension (pybind11, whose headers come with torch); it needs no torch when it runs.
+// The files of this module are a plain Python extension (pybind11, whose headers come with torch); it needs no torch when it runs.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -94,8 +94,11 @@ py::tuple blend_indices(const Array<double>& weights, int64_t size) {
 
 }  // namespace
 
+void add_text_measures(py::module_& m);  // text_measures.cpp
+
 PYBIND11_MODULE(_index, m) {
   m.def("build_sample_index", &build_sample_index, py::arg("sizes"), py::arg("doc_idx"), py::arg("seq_length"),
         py::arg("num_samples"), py::arg("extra"));
   m.def("blend_indices", &blend_indices, py::arg("weights"), py::arg("size"));
+  add_text_measures(m);
 }

@@ -13,3 +13,4 @@ if _compiled is None:
 
 build_sample_index = _compiled.build_sample_index
 blend_indices = _compiled.blend_indices
+TextMeasures = _compiled.TextMeasures

@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from broken import BROKEN, CODE, HTML, PRIVATE
+from broken import BROKEN, CODE, HTML, NOISE, PRIVATE
 from control_zh import CONTROL
 from sentences import SENTENCES, SLOTS
 
@@ -104,7 +104,9 @@ class Maker:
             kind = "noise" if language is None else "prose"
             self.add(f"broken-{n}", text, language, kind=kind, quality="drop", reason=reason)
         for n, (reason, text) in enumerate(CODE):
-            self.add(f"code-{n}", text, None, kind="code", quality="drop", reason=reason)
+            self.add(f"code-{n}", text, None, kind="code", quality="drop" if reason else "keep", reason=reason)
+        for n, text in enumerate(NOISE):
+            self.add(f"noise-{n}", text, None, kind="noise")
         for n, (language, text, expect, unexpected) in enumerate(HTML):
             self.add(f"html-{n}", text, language, kind="html", expect=expect, unexpected=unexpected)
         for n, (language, text, private) in enumerate(PRIVATE):

@@ -1,0 +1,238 @@
+"""The step ``quality``: drops documents by the rules that became common, with a reason in words.
+
+Gopher's rules (Rae et al. 2021, arXiv:2112.11446, section A.1.1 and table A1), C4's (Raffel et al. 2020, arXiv:1910.10683,
+section 2.2), and shares of symbols, digits and addresses. What depends on a language is looked up in its row
+(languages.py, where the sources of all bounds are); a document whose language is unknown or has no row passes those
+rules and is counted. So the step belongs after ``language``. Text is never changed, except by ``cut_lines``.
+
+A bound of 1 (of a share) or 0 (of a minimum) turns its rule off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_lite.clean.languages import LANGUAGES, Bounds, Language
+from megatron_lite.clean.quality_lines import cut_lines, javascript_lines
+from megatron_lite.clean.quality_measures import Measures, class_table, measurer
+from megatron_lite.clean.step import Document, LocalStep
+from megatron_lite.clean.word_list import read_words, word_pattern
+from megatron_lite.config.values import convert
+
+_ADDRESS = re.compile(r"(?:https?://|www\.)[!-~]+")
+_LOREM = ("lorem ipsum", "Lorem ipsum", "Lorem Ipsum", "LOREM IPSUM")
+_ANY = Language("", "", frozenset(), Bounds(top_ngrams=(), duplicate_ngrams=()))  # counts what no language is needed for
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the step ``quality``. Shares are between 0 and 1."""
+
+    bounds: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Bounds of a language that differ from its row, as in ``zh: {min_words: 200}``; the names are those of the table."""
+    word_list: str = ""
+    """File of words or phrases, one a line: a document with one of them is dropped (C4). By character they are found anywhere
+    in Chinese and Japanese, else as whole words; small and large letters are the same."""
+    cut_lines: bool = False
+    """Before the other rules, cut lines as C4 does: those without an end mark, with fewer than 5 words (8 characters by
+    character), or that speak of JavaScript; and drop what has fewer than 3 sentences left. Loses verse, lists and titles."""
+    min_characters: int = 1
+    """Characters of any language, spaces apart."""
+    max_characters: int = 0
+    """The same from above; 0: none."""
+    max_hash_signs: float = 0.1
+    """Hash signs for each word (Gopher)."""
+    max_ellipses: float = 0.1
+    """Ellipses for each word (Gopher)."""
+    max_bullet_lines: float = 0.9
+    """Share of lines that begin with a bullet (Gopher)."""
+    max_ellipsis_lines: float = 0.3
+    """Share of lines that end with an ellipsis (Gopher)."""
+    max_duplicate_lines: float = 0.3
+    """Share of lines that were there before in the document (Gopher)."""
+    max_duplicate_line_characters: float = 0.2
+    """Their share of the characters (Gopher)."""
+    max_duplicate_paragraphs: float = 0.3
+    """Share of paragraphs that were there before in the document (Gopher)."""
+    max_duplicate_paragraph_characters: float = 0.2
+    """Their share of the characters (Gopher)."""
+    lorem_ipsum: bool = True
+    """Drop documents with "lorem ipsum" (C4)."""
+    curly_bracket: bool = True
+    """Drop documents with a curly bracket, which is code (C4). Turn it off for a corpus that holds code."""
+    max_javascript_lines: float = 0.3
+    """Share of lines that speak of JavaScript (C4 cuts such lines)."""
+    max_symbols: float = 0.25
+    """Share of characters that are neither letters, digits nor punctuation."""
+    max_digits: float = 0.5
+    """Share of characters that are digits."""
+    max_addresses: float = 0.2
+    """Share of characters in addresses of pages (http, https, www)."""
+
+
+class Quality(LocalStep):
+    """See the head of this file."""
+
+    name = "quality"
+    Options = Options
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        table = class_table()
+        self.languages = {code: _with_bounds(row, options.bounds.get(code, {})) for code, row in LANGUAGES.items()}
+        self.measure: dict[str, Callable[[str], Measures]] = {code: measurer(row, table) for code, row in self.languages.items()}
+        self.measure_any = measurer(_ANY, table)
+        words = read_words(options.word_list) if options.word_list else []
+        self.whole_words, self.anywhere = word_pattern(words, whole=True), word_pattern(words, whole=False)
+
+    def apply(self, documents: Sequence[Document]) -> None:
+        """Drop by the first rule that a document breaks."""
+        for document in documents:
+            language = self.languages.get(document.language or "")
+            if language is None:
+                self.count("documents in a language without bounds")
+            if self.options.cut_lines and language is not None:
+                document.text, cut, sentences = cut_lines(document.text, language)
+                self.count("lines cut", cut)
+                if sentences < 3:
+                    document.dropped = "fewer than 3 sentences"
+                    continue
+            document.dropped = next(self.broken(document.text, language), None)
+
+    def broken(self, text: str, language: Language | None) -> Iterator[str]:
+        """The rules that a text breaks, in words."""
+        yield from self._words_of(text, language)
+        counts = self.measure_any(text) if language is None else self.measure[language.code](text)
+        if not self.options.min_characters <= counts.characters:
+            yield "too few characters"
+        elif self.options.max_characters and counts.characters > self.options.max_characters:
+            yield "too many characters"
+        if counts.characters:
+            yield from self._shares(text, counts)
+            yield from self._repetition(counts)
+            if language is not None:
+                yield from _language_bound(counts, language)
+
+    def _words_of(self, text: str, language: Language | None) -> Iterator[str]:
+        options = self.options
+        if options.curly_bracket and ("{" in text or "}" in text):
+            yield "curly bracket"
+        if options.lorem_ipsum and any(spelling in text for spelling in _LOREM):
+            yield "lorem ipsum"
+        pattern = self.anywhere if language is not None and language.by_character else self.whole_words
+        if pattern is not None and pattern.search(text.lower()):
+            yield "a word of the list"
+
+    def _shares(self, text: str, counts: Measures) -> Iterator[str]:
+        options, all_characters, lines = self.options, counts.characters, counts.lines[0]
+        if "://" in text or "www." in text:
+            if sum(len(m.group()) for m in _ADDRESS.finditer(text)) > options.max_addresses * all_characters:
+                yield "too much of the text is addresses of pages"
+        if javascript_lines(text) > options.max_javascript_lines * lines:
+            yield "too many lines with javascript"
+        if counts.symbols > options.max_symbols * all_characters:
+            yield "too much of the text is symbols"
+        if counts.digits > options.max_digits * all_characters:
+            yield "too much of the text is digits"
+        if counts.hash_signs > options.max_hash_signs * counts.words:
+            yield "too many hash signs"
+        if counts.bullet_lines > options.max_bullet_lines * lines:
+            yield "too many lines that begin with a bullet"
+        if counts.ellipsis_lines > options.max_ellipsis_lines * lines:
+            yield "too many lines that end with an ellipsis"
+        if counts.ellipses > options.max_ellipses * counts.words:
+            yield "too many ellipses"
+
+    def _repetition(self, counts: Measures) -> Iterator[str]:
+        options = self.options
+        for what, pieces, share, of_characters in (
+            ("lines", counts.lines, options.max_duplicate_lines, options.max_duplicate_line_characters),
+            ("paragraphs", counts.paragraphs, options.max_duplicate_paragraphs, options.max_duplicate_paragraph_characters),
+        ):
+            number, characters, copies, copied = pieces
+            if copies > share * number:
+                yield f"too many duplicate {what}"
+            if copied > of_characters * characters:
+                yield f"duplicate {what} are too much of the text"
+
+    @staticmethod
+    def problems(options: Options) -> list[str]:
+        """Bounds of unknown names or kinds, numbers that are no shares."""
+        found = [f"bounds.{problem}" for problem in _bounds_problems(options.bounds)]
+        for f in dataclasses.fields(options):
+            value = getattr(options, f.name)
+            if isinstance(value, float) and not 0 <= value <= 1:
+                found.append(f"{f.name} {value:g}: a share, between 0 and 1")
+            if f.name.endswith("characters") and isinstance(value, int) and value < 0:
+                found.append(f"{f.name} {value}: 0 or more")
+        if os.path.isfile(options.word_list):
+            try:
+                read_words(options.word_list)
+            except ValueError as error:
+                found.append(str(error))
+        return found
+
+    @staticmethod
+    def files(options: Options) -> Sequence[str]:
+        """The list of words."""
+        return [options.word_list] if options.word_list else []
+
+
+def _language_bound(counts: Measures, language: Language) -> Iterator[str]:
+    bounds, words = language.bounds, counts.words
+    if words < bounds.min_words:
+        yield "too few words"
+    elif words > bounds.max_words:
+        yield "too many words"
+    if not words:
+        return
+    mean = counts.word_characters / words
+    if mean < bounds.min_word_length:
+        yield "words too short on average"
+    elif bounds.max_word_length and mean > bounds.max_word_length:
+        yield "words too long on average"
+    script = counts.ideographs + (counts.kana if language.kana else 0)
+    if script < bounds.min_script * counts.characters:
+        yield "too little of the text is in the script of its language"
+    if counts.alphabetic < bounds.min_alphabetic * words:
+        yield "too few words with a letter"
+    if counts.stop_words < bounds.min_stop_words:
+        yield "too few stop words"
+    if counts.sentence_lines < bounds.min_sentence_lines * counts.lines[0]:
+        yield "too few lines with an end mark"
+    inside = counts.word_characters if language.by_character else counts.characters
+    for (n, share), found in zip(bounds.top_ngrams, counts.top, strict=True):
+        if found > share * inside:
+            yield f"a {n}-gram is too much of the text"
+    if any(found > share * inside for (_, share), found in zip(bounds.duplicate_ngrams, counts.duplicate, strict=True)):
+        yield "n-grams that repeat are too much of the text"
+
+
+def _with_bounds(row: Language, changed: Mapping[str, Any]) -> Language:
+    hints = {"top_ngrams": tuple[tuple[int, float], ...], "duplicate_ngrams": tuple[tuple[int, float], ...]}
+    defaults = dataclasses.asdict(row.bounds)
+    values = {name: convert(value, hints.get(name, type(defaults[name]))) for name, value in changed.items()}
+    return dataclasses.replace(row, bounds=dataclasses.replace(row.bounds, **values))
+
+
+def _bounds_problems(bounds: Mapping[str, Any]) -> Iterator[str]:
+    known = [f.name for f in dataclasses.fields(Bounds)]
+    for code, changed in bounds.items():
+        if code not in LANGUAGES:
+            yield f"{code}: no row of the table, which has {', '.join(LANGUAGES)}"
+        elif not isinstance(changed, dict):
+            yield f"{code}: expected names and values of bounds"
+        else:
+            for name, value in changed.items():
+                if name not in known:
+                    yield f"{code}.{name}: unknown, expected one of {', '.join(known)}"
+                    continue
+                try:
+                    _with_bounds(LANGUAGES[code], {name: value})
+                except ValueError as error:
+                    yield f"{code}.{name} {value!r}: {error}"

@@ -1,0 +1,46 @@
+"""Rules of C4 (Raffel et al. 2020, arXiv:1910.10683, section 2.2) that look at single lines."""
+
+from __future__ import annotations
+
+from megatron_lite.clean.languages import Language
+
+MIN_WORDS = 5  # of C4; and so many characters in a language by character:
+MIN_CHARACTERS = 8  # 1.6 for each word, see languages.py
+_SPELLINGS = ("javascript", "Javascript", "JavaScript", "JAVASCRIPT")
+
+
+def javascript_lines(text: str) -> int:
+    """Lines that speak of JavaScript."""
+    if not any(spelling in text for spelling in _SPELLINGS):
+        return 0
+    return sum("javascript" in line.lower() for line in text.split("\n"))
+
+
+def cut_lines(text: str, language: Language) -> tuple[str, int, int]:
+    """What is left of a text without lines that are no sentences.
+
+    Returns:
+        the text, the number of lines that were cut (empty ones stay), and the number of end marks that end a sentence in
+        what is left, at least one for each line.
+    """
+    kept, cut, sentences = [], 0, 0
+    for line in text.split("\n"):
+        stripped = line.strip()
+        if not stripped:
+            kept.append(line)
+            continue
+        long_enough = len(stripped) >= MIN_CHARACTERS if language.by_character else len(stripped.split()) >= MIN_WORDS
+        ends = stripped[-1] in language.end_marks and not stripped.endswith(("...", "…"))
+        if long_enough and ends and "javascript" not in stripped.lower():
+            kept.append(line)
+            sentences += max(1, _ends(stripped, language))
+        else:
+            cut += 1
+    return ("\n".join(kept).strip("\n") if cut else text), cut, sentences
+
+
+def _ends(line: str, language: Language) -> int:
+    """Sentences of a line: end marks, those before a space only where words stand between spaces."""
+    if language.by_character:
+        return sum(line.count(mark) for mark in "。！？!?．｡")
+    return sum(word[-1] in ".!?" for word in line.split())

@@ -117,6 +117,15 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._ids(e) for e in self._fast.encode_batch_fast(list(texts))]
 
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens."""
+        return frozenset(i for i, token in self._fast.get_added_tokens_decoder().items() if token.special)
+
+    def encodings(self, texts: Sequence[str]) -> list[Any]:
+        """The library's own records of texts to which nothing is added: ``ids``, ``token_to_chars``."""
+        return list(self._fast.encode_batch(list(texts), add_special_tokens=False))
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._fast.decode(list(ids), skip_special_tokens=False))
 

@@ -1,0 +1,128 @@
+"""``megatron-lite data chat``: conversations to token files with a loss mask, for fine-tuning.
+
+Exit status: as of ``data preprocess``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from megatron_lite.cli.preprocess import INTERRUPTED, _interrupt
+from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR
+from megatron_lite.config.problem import nearest_name
+from megatron_lite.text.chat import COMPLETION_KEYS, PROMPT_KEYS
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        "megatron-lite data chat",
+        description="Conversations (JSON lines) to token files with a loss mask, for fine-tuning.",
+        allow_abbrev=False,
+    )
+    data = p.add_argument_group("input and output")
+    text = "files, patterns or directories of JSON lines: messages, conversations, or a prompt and its answer"
+    data.add_argument("--input", nargs="+", required=True, metavar="FILE", help=text)
+    text = "outputs are PREFIX and PREFIX_loss_mask (.bin, .idx, .meta.json)"
+    data.add_argument("--output-prefix", required=True, metavar="PREFIX", help=text)
+    data.add_argument("--overwrite", action="store_true", help="replace outputs that are there")
+    data.add_argument("--encoding", default="utf-8", help="of the input (default: utf-8)")
+    data.add_argument("--skip-bad", action="store_true", help="leave bad records out and count them by reason")
+    data.add_argument("--prompt-key", metavar="KEY", help=f"key of the prompt (default: {', '.join(PROMPT_KEYS)})")
+    text = f"key of the answer (default: {', '.join(COMPLETION_KEYS)})"
+    data.add_argument("--completion-key", metavar="KEY", help=text)
+    tok = p.add_argument_group("tokenizer and template")
+    tok.add_argument("--tokenizer-type", choices=("HuggingFaceTokenizer",), default="HuggingFaceTokenizer", help="kind")
+    tok.add_argument("--tokenizer-model", required=True, metavar="DIR", help="directory with tokenizer.json")
+    tok.add_argument("--eod-token", metavar="TEXT", help="the end-of-document token, where the files do not say it")
+    text = "Jinja template (default: the tokenizer's chat_template.jinja, or chat_template in tokenizer_config.json)"
+    tok.add_argument("--chat-template", metavar="FILE", type=Path, help=text)
+    text = "YYYY-MM-DD, for templates that write the date (default: today)"
+    tok.add_argument("--date", metavar="DATE", type=datetime.fromisoformat, help=text)
+    rows = p.add_argument_group("length")
+    text = "the --seq-length of training: a conversation of more than S + 1 tokens is too long (default: none is)"
+    rows.add_argument("--seq-length", type=int, metavar="S", help=text)
+    text = "what becomes of one that is too long (default: drop)"
+    rows.add_argument("--too-long", choices=("drop", "truncate"), default="drop", help=text)
+    run = p.add_argument_group("running")
+    run.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
+    run.add_argument("--log-interval", type=int, default=10000, help="conversations between lines of progress")
+    return p
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    p = parser()
+    args, unknown = p.parse_known_args(argv)
+    for flag in unknown:
+        nearest = nearest_name(flag.split("=")[0], (s for action in p._actions for s in action.option_strings))
+        p.error(f"unknown argument {flag}" + (f": did you mean {nearest}?" if nearest else ""))
+    for name, least in (("workers", 1), ("seq_length", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            p.error(f"--{name.replace('_', '-')} {value}: give at least {least}")
+    if not args.output_prefix.strip():
+        p.error("--output-prefix is given an empty text: give a path such as data/chat")
+    return args
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    args = _arguments(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    terminate = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, terminate)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from megatron_lite.text.chat import Keys
+    from megatron_lite.text.chat_files import ChatOptions, prepare_chat, summary
+    from megatron_lite.text.inputs import expand_inputs
+    from megatron_lite.text.tokenizer import HuggingFaceTokenizer
+
+    model = Path(args.tokenizer_model)
+    options = ChatOptions(
+        tokenizer=partial(HuggingFaceTokenizer, str(model), args.eod_token),
+        directory=model if model.is_dir() else model.parent,
+        template=args.chat_template,
+        now=args.date or datetime.now(),
+        keys=Keys(args.prompt_key, args.completion_key),
+        most_tokens=None if args.seq_length is None else args.seq_length + 1,
+        too_long=args.too_long,
+        skip_bad=args.skip_bad,
+    )
+    started = time.monotonic()
+    try:
+        counts = prepare_chat(
+            expand_inputs(args.input),
+            args.output_prefix,
+            options,
+            workers=args.workers,
+            encoding=args.encoding,
+            overwrite=args.overwrite,
+            log_interval=args.log_interval,
+            say=partial(print, flush=True),
+        )
+    except (ValueError, FileExistsError, FileNotFoundError, PermissionError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return CONFIGURATION
+    except OSError as e:
+        print(f"error: {e}; nothing was written", file=sys.stderr)
+        return ERROR
+    print(summary(counts, options, time.monotonic() - started))
+    print(f"written: {args.output_prefix} and {args.output_prefix}_loss_mask (.bin, .idx, .meta.json)")
+    return DONE

@@ -1,0 +1,240 @@
+"""Conversations as tokens, and which of the tokens the loss counts: those that the assistant wrote, with their end tokens.
+
+The template renders a conversation to one text, which is tokenized whole; the template writes every special token, nothing is
+added. What the assistant wrote is known from the template's ``{% generation %}`` marks, or else from differences: the
+conversation up to the assistant's turn, with the template's request for an answer, is a text, with the turn it is a longer
+one, and both must be beginnings of the whole. What lies between is the turn; white space behind its end token is not.
+
+Borders are characters and become tokens under a check too: the tokens of the text before a border must be the first
+tokens of the whole, or else a token lies across it, and generation could never start from there. Special tokens cut
+a text into parts that are tokenized by themselves, so only the part since the last one is tokenized again, and that is
+mostly the same few words (``<|im_start|>assistant``), which are remembered.
+
+A conversation for which one of this fails is a bad record.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from megatron_lite.text.chat_template import ChatTemplate, Rendered, TemplateRefusal, Templates
+from megatron_lite.text.records import BadRecord, text_of
+from megatron_lite.text.tokenizer import HuggingFaceTokenizer
+
+ASSISTANT = "assistant"
+PROMPT_KEYS = ("prompt", "instruction", "question", "query")
+COMPLETION_KEYS = ("completion", "response", "answer", "output")
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    "system": "system",
+    "tool": "tool",
+}
+_REMEMBERED = 256  # characters; longer texts before a border are hardly seen again
+_SHOWN = 24  # characters on either side of a border in a message
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a record says.
+
+    Attributes:
+        messages: objects with ``role`` and ``content``, and whatever else the template reads.
+        tools: descriptions of tools, or None.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether there is a turn of the assistant."""
+        return any(m["role"] == ASSISTANT for m in self.messages)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Names of the two texts of prompt-and-answer records; None: the first of the known names."""
+
+    prompt: str | None = None
+    completion: str | None = None
+
+
+def conversation_of(record: dict[str, Any], keys: Keys) -> Conversation:
+    """The conversation of a record: ``messages``, ``conversations``, or a prompt and its answer. Raises BadRecord."""
+    if keys.prompt is None and keys.completion is None:
+        if "messages" in record:
+            messages = [_message(m) for m in _list(record, "messages")]
+        elif "conversations" in record:
+            messages = [_spoken(m) for m in _list(record, "conversations")]
+        else:
+            messages = _pair(record, keys)
+    else:
+        messages = _pair(record, keys)
+    if record.get("system") is not None and messages and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": text_of(record, "system")}, *messages]
+    tools = record.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise BadRecord("the value of 'tools' is not an array")
+    return Conversation(messages, tools or None)
+
+
+def _list(record: dict[str, Any], key: str) -> list[Any]:
+    value = record[key]
+    if not isinstance(value, list):
+        raise BadRecord(f"the value of {key!r} is not an array")
+    return value
+
+
+def _message(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadRecord("a message is not an object with a string under 'role'")
+    content = message.get("content")
+    if not (content is None or isinstance(content, (str, list))):
+        raise BadRecord("the 'content' of a message is neither a string nor an array of parts")
+    return message
+
+
+def _spoken(message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict) or "from" not in message:
+        return _message(message)
+    role = SPEAKERS.get(message["from"]) if isinstance(message["from"], str) else None
+    if role is None:
+        raise BadRecord("a message is 'from' nobody known", f" ({message['from']!r}; known: {', '.join(SPEAKERS)})")
+    return {"role": role, "content": text_of(message, "value")}
+
+
+def _pair(record: dict[str, Any], keys: Keys) -> list[dict[str, Any]]:
+    prompt_key = keys.prompt or _one_of(record, PROMPT_KEYS, "prompt")
+    completion_key = keys.completion or _one_of(record, COMPLETION_KEYS, "completion")
+    prompt, answer = text_of(record, prompt_key), text_of(record, completion_key)
+    if prompt_key == "instruction" and record.get("input"):
+        prompt = f"{prompt}\n\n{text_of(record, 'input')}"
+    return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": answer}]
+
+
+def _one_of(record: dict[str, Any], names: Sequence[str], what: str) -> str:
+    found = [name for name in names if name in record]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise BadRecord(f"several keys could be the {what}", f" ({', '.join(found)}): name one with --{what}-key")
+    raise BadRecord("neither 'messages' nor a prompt and its answer", f" (no {', '.join(map(repr, names))})")
+
+
+def render(template: ChatTemplate, conversation: Conversation) -> Rendered:
+    """The whole text, and where the assistant's turns are in it. Raises BadRecord."""
+    messages, tools = conversation.messages, conversation.tools
+    try:
+        whole = template.render(messages, tools)
+        if template.marks:
+            return whole
+        spans = []
+        for k in (k for k, m in enumerate(messages) if m["role"] == ASSISTANT):
+            before = template.render(messages[:k], tools, prompt=True).text
+            after = whole.text if k + 1 == len(messages) else template.render(messages[: k + 1], tools).text
+            if not (after.startswith(before) and whole.text.startswith(after)):
+                raise BadRecord(
+                    "the template renders the beginning of the conversation otherwise when it goes on",
+                    f" (message {k + 1}); a template with {{% generation %}} marks needs no differences",
+                )
+            spans.append((len(before), len(after)))
+    except TemplateRefusal as why:
+        raise BadRecord(f"the template refuses it: {why}") from None
+    return Rendered(whole.text, tuple(spans))
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation for training.
+
+    Attributes:
+        ids: int64 [tokens].
+        mask: uint8 [tokens], 1 where the token counts as a target.
+        turns: of the assistant that count.
+        ended: how many of them end with a special token.
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray
+    turns: int
+    ended: int
+
+
+class ChatEncoder:
+    """From conversations to tokens and masks, with one tokenizer and its templates."""
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer, templates: Templates) -> None:
+        self.tokenizer, self.templates = tokenizer, templates
+        self._special = np.array(sorted(tokenizer.special_ids), dtype=np.int64)
+        self._remembered = lru_cache(maxsize=1 << 12)(self._ids)
+
+    def encode(self, conversations: Sequence[Conversation]) -> list[Example | BadRecord]:
+        """For each conversation its tokens and mask, or why it is bad."""
+        rendered = [self._render(c) for c in conversations]
+        encodings = iter(self.tokenizer.encodings([r.text for r in rendered if isinstance(r, Rendered)]))
+        return [
+            self._example(r, next(encodings), self.templates.of(c.tools).marks) if isinstance(r, Rendered) else r
+            for r, c in zip(rendered, conversations, strict=True)
+        ]
+
+    def _render(self, conversation: Conversation) -> Rendered | BadRecord:
+        try:
+            rendered = render(self.templates.of(conversation.tools), conversation)
+            rendered.text.encode("utf-8")
+        except BadRecord as why:
+            return why
+        except UnicodeEncodeError:
+            return BadRecord("it holds a lone surrogate, which is no text")
+        return rendered
+
+    def _example(self, rendered: Rendered, encoding: Any, by_marks: bool) -> Example | BadRecord:
+        ids = np.array(encoding.ids, dtype=np.int64)
+        special = np.flatnonzero(np.isin(ids, self._special)).tolist()
+        places = [encoding.token_to_chars(i) for i in special]
+        stops = [stop for _, stop in places]
+        mask = np.zeros(len(ids), dtype=np.uint8)
+        turns = ended = 0
+        try:
+            for start, stop in rendered.marked:
+                if not by_marks:
+                    stop = _without_space_behind(rendered.text, start, stop, stops)
+                first, last = (self._token_at(rendered.text, ids, special, places, stops, at) for at in (start, stop))
+                mask[first:last] = 1
+                turns += last > first
+                ended += last > first and last - 1 in special
+        except BadRecord as why:
+            return why
+        mask[:1] = 0  # nothing predicts the first token
+        return Example(ids, mask, turns, ended)
+
+    def _token_at(
+        self, text: str, ids: np.ndarray, special: list[int], places: list[tuple[int, int]], stops: list[int], at: int
+    ) -> int:
+        """The first token behind a character; BadRecord where one lies across."""
+        last = bisect_right(stops, at) - 1
+        token, begin = (special[last], places[last][0]) if last >= 0 else (0, 0)
+        part = text[begin:at]
+        head = self._remembered(part) if len(part) <= _REMEMBERED else self._ids(part)
+        if not np.array_equal(ids[token : token + len(head)], head):
+            around = f"{text[max(0, at - _SHOWN) : at]!r} | {text[at : at + _SHOWN]!r}"
+            raise BadRecord("a token lies across the border of an assistant's turn", f" ({around})")
+        return token + len(head)
+
+    def _ids(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer.encodings([text])[0].ids, dtype=np.int64)
+
+
+def _without_space_behind(text: str, start: int, stop: int, special_stops: list[int]) -> int:
+    """The end of a turn without white space behind a special token."""
+    shorter = start + len(text[start:stop].rstrip())
+    place = bisect_right(special_stops, stop) - 1
+    return special_stops[place] if place >= 0 and shorter <= special_stops[place] <= stop else stop

@@ -1,0 +1,249 @@
+"""Chat templates: a conversation as the text that the model saw, or will see, in training.
+
+A template is Jinja, as Hugging Face's tokenizers carry it: variables ``messages``, ``tools``, ``add_generation_prompt`` and the
+tokenizer's special tokens (``bos_token``, ``eos_token``, ...), functions ``raise_exception`` and ``strftime_now``, a filter ``tojson``
+that leaves characters and HTML alone, ``{% break %}`` and ``{% continue %}``. It comes from a file that somebody else wrote,
+so it runs in Jinja's sandbox, without a loader, and can change none of the objects it is given.
+
+``{% generation %} ... {% endgeneration %}`` marks what the assistant wrote. Here the two marks write a character each that is
+no character (Unicode reserves U+FDD0 and U+FDD1 for such uses inside a program), which are found and taken out when
+everything is rendered; so they stay where they are through macros, captured blocks and filters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_WITH_TOOLS = "tool_use"  # name of the template of several that is taken for conversations with tools
+
+
+class TemplateRefusal(ValueError):
+    """The template cannot render a conversation; the text says why."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text.
+
+    Attributes:
+        text: what is tokenized.
+        marked: [start, stop) of each ``{% generation %}`` block in it, ascending; empty where there is none.
+    """
+
+    text: str
+    marked: tuple[tuple[int, int], ...] = ()
+
+
+class ChatTemplate:
+    """A compiled template.
+
+    Args:
+        source: Jinja.
+        tokens: the tokenizer's special tokens by name.
+        now: what ``strftime_now`` reads.
+
+    Attributes:
+        marks: whether it has ``{% generation %}`` blocks.
+        reads_tools, reads_date: whether it uses ``tools``, ``strftime_now``.
+
+    Raises:
+        ValueError: it is not Jinja.
+    """
+
+    def __init__(self, source: str, tokens: Mapping[str, str], now: datetime) -> None:
+        from jinja2 import TemplateSyntaxError, meta
+
+        environment = _environment(now)
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is not Jinja: {error.message} (line {error.lineno})") from None
+        names = meta.find_undeclared_variables(tree)
+        self.marks = OPEN in "".join(_literal_texts(tree))
+        self.reads_tools, self.reads_date = "tools" in names, "strftime_now" in names
+        self._tokens = dict(tokens)
+
+    def render(self, messages: Sequence[Any], tools: Sequence[Any] | None = None, *, prompt: bool = False) -> Rendered:
+        """The text of a conversation.
+
+        Args:
+            prompt: end with what asks the assistant to answer (``add_generation_prompt``).
+
+        Raises:
+            TemplateRefusal: the template raised, or failed.
+        """
+        from jinja2 import TemplateError
+
+        try:
+            text = self._template.render(
+                messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self._tokens
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            raise TemplateRefusal(f"{error}") from None
+        except RecursionError:
+            raise TemplateRefusal("nested too deeply") from None
+        return _take_marks_out(text)
+
+
+@dataclass(frozen=True)
+class Templates:
+    """What is taken for a conversation without tools and for one with them (mostly the same)."""
+
+    plain: ChatTemplate
+    with_tools: ChatTemplate
+
+    def of(self, tools: Sequence[Any] | None) -> ChatTemplate:
+        """The template for a conversation."""
+        return self.with_tools if tools else self.plain
+
+
+def load_templates(directory: Path, file: Path | None, now: datetime) -> Templates:
+    """The template of a tokenizer.
+
+    Args:
+        directory: of the tokenizer: ``chat_template.jinja``, or ``chat_template`` in ``tokenizer_config.json``.
+        file: ``--chat-template``, before those two.
+        now: see :class:`ChatTemplate`.
+
+    Raises:
+        ValueError: there is none, or it cannot be read or compiled.
+    """
+    config = _read_config(directory / CONFIG)
+    tokens = {name: text for name in TOKENS if (text := _token_text(config.get(name))) is not None}
+    path = file if file is not None else directory / FILE
+    sources: dict[str, str]
+    if file is not None or path.exists():
+        sources, where = {"default": _read(path)}, str(path)
+    else:
+        sources, where = _sources(config.get("chat_template")), str(directory / CONFIG)
+    if not sources:
+        raise ValueError(
+            f"{directory} has no chat template (neither {FILE} nor chat_template in {CONFIG}): give one with --chat-template FILE"
+        )
+    if "default" not in sources:
+        raise ValueError(
+            f"{where} has chat templates named {', '.join(sources)}, none of them default: write the one that is meant to a "
+            "file and give it with --chat-template FILE"
+        )
+    try:
+        compiled = {name: ChatTemplate(source, tokens, now) for name, source in sources.items()}
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    return Templates(compiled["default"], compiled.get(_WITH_TOOLS, compiled["default"]))
+
+
+def _environment(now: datetime) -> Any:
+    """The sandbox with what templates may use."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}``: the two marks around the block, which is a scope of its own."""
+
+        tags = {"generation"}  # noqa: RUF012  an attribute of the base class
+
+        def parse(self, parser: Any) -> list[Any]:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+            def mark(text: str) -> Any:
+                return nodes.Output([nodes.TemplateData(text)], lineno=line)
+
+            return [mark(OPEN), nodes.Scope(body, lineno=line), mark(CLOSE)]
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = now.strftime
+    return environment
+
+
+def _literal_texts(tree: Any) -> list[str]:
+    from jinja2 import nodes
+
+    return [data.data for data in tree.find_all(nodes.TemplateData)]
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: object) -> NoReturn:
+    from jinja2 import TemplateError
+
+    raise TemplateError(str(message))
+
+
+def _take_marks_out(text: str) -> Rendered:
+    """Raises TemplateRefusal for marks that are not pairs (one lies inside another, or a filter lost one)."""
+    if OPEN not in text and CLOSE not in text:
+        return Rendered(text)
+    parts: list[str] = []
+    spans: list[tuple[int, int]] = []
+    at = length = 0
+    while (start := text.find(OPEN, at)) >= 0:
+        stop = text.find(CLOSE, start)
+        inner = text[start + 1 : stop] if stop >= 0 else OPEN
+        before = text[at:start]
+        if OPEN in inner or CLOSE in before:
+            break
+        parts += (before, inner)
+        begin = length + len(before)
+        length = begin + len(inner)
+        spans.append((begin, length))
+        at = stop + 1
+    rest = text[at:]
+    if OPEN in rest or CLOSE in rest:
+        raise TemplateRefusal("its generation blocks lie inside each other")
+    return Rendered("".join([*parts, rest]), tuple(spans))
+
+
+def _sources(value: Any) -> dict[str, str]:
+    """``chat_template`` of a tokenizer_config.json: one template, or a list of named ones."""
+    if isinstance(value, str):
+        return {"default": value}
+    entries = value if isinstance(value, list) else []
+    good = [e for e in entries if isinstance(e, dict) and isinstance(e.get("template"), str)]
+    return {str(e.get("name")): e["template"] for e in good}
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token of a tokenizer_config.json: its text, or an object that has it."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--chat-template {path}: {error}") from None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    return config if isinstance(config, dict) else {}

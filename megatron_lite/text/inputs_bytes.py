@@ -26,10 +26,11 @@ from typing import IO, Any, Protocol
 from megatron_lite.text.inputs import STANDARD_INPUT, TAR, InputOptions, Lines, Name
 from megatron_lite.text.records import BYTE_ORDER_MARK, BadInput
 
-_ZSTD_PIECE = 1 << 13  # packed bytes at a time, so that what they unpack to stays small
+_ZSTD_LEAST, _ZSTD_MOST = 1 << 6, 1 << 13  # packed bytes at a time, ...
+_ZSTD_UNPACKED = 1 << 20  # ... so that they unpack to about as much as this, whatever they hold
 _ZSTD_WINDOW = 1 << 31  # the largest that `zstd --long=31` makes
 _ARRAY = re.compile(rb"\s*\[\s*(\{|\n|$)")  # how a file that is a JSON array of objects begins
-_UNFIT = ("utf-7", "hz", "iso2022", "raw_unicode_escape", "idna", "punycode")  # a newline is not always a newline there
+_UNFIT = ("utf-7", "hz", "iso2022", "raw-unicode-escape", "idna", "punycode")  # a newline is not always a newline there
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError)
 
 
@@ -44,7 +45,7 @@ def check_encoding(name: str) -> str:
     try:
         found = codecs.lookup(name).name
         fits = "\n".encode(found) == b"\n" and not found.startswith(_UNFIT)
-    except (LookupError, UnicodeError):
+    except (LookupError, ValueError):
         found, fits = name, False
     if found == "utf-8-sig":
         return "utf-8"
@@ -86,21 +87,23 @@ def _zstd_frames(file: Readable) -> Iterator[bytes]:
     except ImportError:
         raise ValueError("reading .zst needs a package that is not installed: pip install zstandard") from None
     unpacker = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
-    frame = None
+    frame, size = None, _ZSTD_LEAST
     while packed := file.read(1 << 18):
-        for start in range(0, len(packed), _ZSTD_PIECE):
-            rest = packed[start : start + _ZSTD_PIECE]
-            while rest:
-                frame = frame or unpacker.decompressobj()
-                try:
-                    data = frame.decompress(rest)
-                except zstandard.ZstdError as error:
-                    raise EOFError(str(error)) from None
-                if data:
-                    yield data
-                rest = frame.unused_data if frame.eof else b""
-                if frame.eof:
-                    frame = None
+        start = 0
+        while start < len(packed):
+            frame = frame or unpacker.decompressobj()
+            piece = packed[start : start + size]
+            try:
+                data = frame.decompress(piece)
+            except zstandard.ZstdError as error:
+                raise EOFError(str(error)) from None
+            if data:
+                yield data
+                size = min(_ZSTD_MOST, 2 * size, max(_ZSTD_LEAST, _ZSTD_UNPACKED * len(piece) // len(data)))
+            start += len(piece)
+            if frame.eof:
+                start -= len(frame.unused_data)
+                frame = None
     if frame is not None:
         raise EOFError("the file ends inside a zstd frame")
 

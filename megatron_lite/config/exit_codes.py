@@ -14,6 +14,7 @@ HANG = 4  # found by the watchdog
 SAVE_FAILED = 5
 SIGNAL = 6  # stopped by a signal, after saving
 LIMIT = 7  # stopped by --exit-duration-in-mins or --exit-interval
+WAITING = 8  # data clean: other parts are not there yet; the same command goes on later
 
 MEANING: dict[int, str] = {
     DONE: "done",
@@ -24,4 +25,5 @@ MEANING: dict[int, str] = {
     SAVE_FAILED: "a save failed",
     SIGNAL: "stopped by a signal after saving",
     LIMIT: "stopped by --exit-duration-in-mins or --exit-interval",
+    WAITING: "other parts are not there yet",
 }

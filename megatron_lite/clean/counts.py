@@ -1,0 +1,198 @@
+"""What is counted while documents pass, and how counts of blocks, stages and parts become one.
+
+All of it adds up in any grouping: sums, and for samples the documents with the lowest hashes, so that the same documents
+are shown whatever the workers and parts were.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from megatron_lite.clean.config import StepConfig
+from megatron_lite.clean.step import Document
+
+SAMPLES = 8  # dropped documents that the report shows for each step
+_SHOWN = 400  # characters of them
+
+
+@dataclass
+class Flow:
+    """Documents and characters into and out of a step."""
+
+    documents_in: int = 0
+    documents_out: int = 0
+    characters_in: int = 0
+    characters_out: int = 0
+
+    def add(self, other: Flow) -> None:
+        """Add another's numbers."""
+        self.documents_in += other.documents_in
+        self.documents_out += other.documents_out
+        self.characters_in += other.characters_in
+        self.characters_out += other.characters_out
+
+
+@dataclass(frozen=True, order=True)
+class Sample:
+    """A dropped document that the report shows.
+
+    Attributes:
+        hash: keyed by the step; the lowest are kept.
+        number: of the document.
+        source, reason, text: as of the document, its text cut.
+    """
+
+    hash: str
+    number: int
+    source: str
+    reason: str
+    text: str
+
+    @staticmethod
+    def of(document: Document, step: str) -> Sample:
+        """A document dropped by ``step``."""
+        digest = blake2b(document.number.to_bytes(8, "little"), key=step.encode()[:64], digest_size=8).hexdigest()
+        return Sample(digest, document.number, document.source, document.dropped or "", document.text[:_SHOWN])
+
+
+def _bins(data: dict[str, int]) -> Counter[int]:
+    return Counter({int(b): n for b, n in data.items()})
+
+
+@dataclass
+class StepCounts:
+    """What one step did.
+
+    Attributes:
+        flows: source -> in and out.
+        reasons: reason -> documents dropped.
+        done: what else it did -> how often.
+        lengths_in: bin -> documents that came in; bin b holds texts of 2**(b-1) to 2**b - 1 characters.
+        lengths_dropped: the same of those dropped.
+        samples: of dropped documents, the lowest hashes first.
+        notes: what the step noted.
+    """
+
+    flows: dict[str, Flow] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)
+    done: Counter[str] = field(default_factory=Counter)
+    lengths_in: Counter[int] = field(default_factory=Counter)
+    lengths_dropped: Counter[int] = field(default_factory=Counter)
+    samples: list[Sample] = field(default_factory=list)
+    notes: Any = None
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> StepCounts:
+        """From what :func:`~megatron_lite.config.values.plain` made of one."""
+        return cls(
+            {source: Flow(**flow) for source, flow in data["flows"].items()},
+            Counter(data["reasons"]),
+            Counter(data["done"]),
+            _bins(data["lengths_in"]),
+            _bins(data["lengths_dropped"]),
+            [Sample(**sample) for sample in data["samples"]],
+            data["notes"],
+        )
+
+    def came(self, documents: Sequence[Document]) -> None:
+        """Count documents that reach the step."""
+        for document in documents:
+            length = len(document.text)
+            flow = self.flows.setdefault(document.source, Flow())
+            flow.documents_in += 1
+            flow.characters_in += length
+            self.lengths_in[length.bit_length()] += 1
+
+    def left(self, documents: Sequence[Document], step: str) -> tuple[list[Document], list[Document]]:
+        """Count what became of the documents that came; (kept, dropped)."""
+        kept, dropped = [], []
+        for document in documents:
+            if document.dropped is None and not document.text.strip():
+                document.dropped = "nothing left"
+            if document.dropped is None:
+                flow = self.flows[document.source]
+                flow.documents_out += 1
+                flow.characters_out += len(document.text)
+                kept.append(document)
+            else:
+                self.reasons[document.dropped] += 1
+                self.lengths_dropped[len(document.text).bit_length()] += 1
+                self.samples.append(Sample.of(document, step))
+                dropped.append(document)
+        self.samples = heapq.nsmallest(SAMPLES, self.samples)
+        return kept, dropped
+
+    def add(self, other: StepCounts, step: StepConfig) -> None:
+        """Add another's numbers; the step merges its notes."""
+        for source, flow in other.flows.items():
+            self.flows.setdefault(source, Flow()).add(flow)
+        self.reasons.update(other.reasons)
+        self.done.update(other.done)
+        self.lengths_in.update(other.lengths_in)
+        self.lengths_dropped.update(other.lengths_dropped)
+        self.samples = heapq.nsmallest(SAMPLES, [*self.samples, *other.samples])
+        if other.notes is not None:
+            kind: Any = step.kind
+            both = self.notes is not None
+            self.notes = kind.merge_notes(step.options, self.notes, other.notes) if both else other.notes
+
+
+@dataclass
+class StageCounts:
+    """What one stage did in one part.
+
+    Attributes:
+        steps: position of a step in the pipeline -> its counts.
+        read, empty, bad: of the input, as of :class:`~megatron_lite.clean.documents.Records`.
+        first, last: numbers of the documents that it wrote; None: there were none.
+        lengths: of the output's documents, as ``lengths_in`` of a step; empty where the stage is not the last.
+        decided: position of a corpus step that was decided while reading -> bucket -> what that gave
+            (:meth:`~megatron_lite.clean.pipeline_keys.Decider.outcome`).
+    """
+
+    steps: dict[int, StepCounts] = field(default_factory=dict)
+    read: Counter[str] = field(default_factory=Counter)
+    empty: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+    first: int | None = None
+    last: int | None = None
+    lengths: Counter[int] = field(default_factory=Counter)
+    decided: dict[int, dict[int, Any]] = field(default_factory=dict)
+
+    def step(self, position: int) -> StepCounts:
+        """The counts of a step."""
+        return self.steps.setdefault(position, StepCounts())
+
+    def add(self, other: StageCounts, steps: Sequence[StepConfig]) -> None:
+        """Add what the next documents gave; ``steps`` are the pipeline's."""
+        for position, counts in other.steps.items():
+            self.step(position).add(counts, steps[position])
+        self.read.update(other.read)
+        self.empty += other.empty
+        self.bad.update(other.bad)
+        self.first = other.first if self.first is None else self.first
+        self.last = self.last if other.last is None else other.last
+        self.lengths.update(other.lengths)
+        self.decided.update(other.decided)
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any]) -> StageCounts:
+        """From what :func:`~megatron_lite.config.values.plain` made of one."""
+        return cls(
+            {int(position): StepCounts.from_data(counts) for position, counts in data["steps"].items()},
+            Counter(data["read"]),
+            data["empty"],
+            Counter(data["bad"]),
+            data["first"],
+            data["last"],
+            _bins(data["lengths"]),
+            {
+                int(position): {int(b): found for b, found in buckets.items()}
+                for position, buckets in data["decided"].items()
+            },
+        )

@@ -1,0 +1,154 @@
+"""Documents: made from the records of input files, and written as lines.
+
+Two forms of lines: *output*, a JSON object that looks like the record it came from, and *spool*, what one stage leaves for
+the next. Where orjson cannot hold a value (a whole number of more than 64 bits, NaN) the standard library reads and
+writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from megatron_lite.clean.config import Keys
+from megatron_lite.clean.step import LINE_BITS, Document
+from megatron_lite.text.inputs import Block, Lines
+from megatron_lite.text.records import BadInput, BadRecord, excerpt, numbered_lines, parse_line
+
+
+@dataclass
+class Records:
+    """What a block of input held.
+
+    Attributes:
+        documents: with a text that is not blank.
+        read: source -> records, blank ones included.
+        empty: records whose text is blank.
+        bad: reason -> records that are none.
+    """
+
+    documents: list[Document] = field(default_factory=list)
+    read: Counter[str] = field(default_factory=Counter)
+    empty: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+
+
+def read_block(file: int, block: Block, base: int, keys: Keys, skip_bad: bool) -> Records:
+    """The records of a block of the ``file``-th input; ``base`` records of it come before the numbers of the block.
+
+    Raises:
+        BadInput: a bad record, when these are not to be skipped.
+    """
+    found = Records()
+    for number, line, record in _records(block, keys):
+        if isinstance(record, BadRecord):
+            if not skip_bad:
+                raise BadInput(f"{block.file}:{number}: {record}: {excerpt(line)}")
+            found.bad[record.reason] += 1
+            continue
+        text = record.pop(keys.text_key)
+        source = record.get(keys.source_key) if keys.source_key else block.file
+        if not isinstance(source, str):
+            source = "(no source)"
+        found.read[source] += 1
+        if text.strip():
+            number_of_all = file << LINE_BITS | base + number
+            found.documents.append(Document(text, number_of_all, source, record, _language(record, keys)))
+        else:
+            found.empty += 1
+    return found
+
+
+def _records(block: Block, keys: Keys) -> Iterator[tuple[int, bytes, dict[str, Any] | BadRecord]]:
+    """(number, its line or start, its fields or what is wrong) of the records of a block."""
+    if isinstance(block, Lines):
+        for number, line in numbered_lines(block.first, block.data):
+            try:
+                yield number, line, _record(line, keys.text_key)
+            except BadRecord as why:
+                yield number, line, why
+        return
+    refused = {bad.index: bad for bad in block.refused}
+    for index, text in enumerate(block.columns[block.keys.index(keys.text_key)]):
+        number = block.first + index
+        if index in refused:
+            yield number, refused[index].start, refused[index].why
+        else:
+            others = {} if block.records is None else block.records[index]
+            yield number, b"", {keys.text_key: text, **others}
+
+
+def _record(line: bytes, text_key: str) -> dict[str, Any]:
+    """The object of a line, with a text under ``text_key``. Raises BadRecord."""
+    try:
+        record = orjson.loads(line)
+        if isinstance(record, dict) and isinstance(record.get(text_key), str) and not _rounded(record):
+            return record
+    except orjson.JSONDecodeError:
+        pass
+    (text,) = parse_line(line, [text_key])  # or says what is wrong
+    record = {**json.loads(line), text_key: text}
+    try:
+        json.dumps(record, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRecord("a lone surrogate, which is no text") from None
+    return record
+
+
+def _rounded(value: Any) -> bool:
+    """Whether a value may hold a whole number that orjson, which has 64 bits for it, read as a float."""
+    if isinstance(value, float):
+        return abs(value) >= 2.0**63
+    if isinstance(value, dict):
+        return any(map(_rounded, value.values()))
+    return isinstance(value, list) and any(map(_rounded, value))
+
+
+def _language(record: dict[str, Any], keys: Keys) -> str | None:
+    """The code that a record gives (``zh`` of ``zh-CN``); None: none, or not a code."""
+    value = record.get(keys.language_key) if keys.language_key else None
+    code = re.split("[-_]", value)[0].lower() if isinstance(value, str) else ""
+    return code if code.isascii() and code.isalpha() and len(code) in (2, 3) else None
+
+
+def _dump(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
+
+
+def output_line(document: Document, keys: Keys) -> bytes:
+    """The record of a document: its text first, then its other fields as they were."""
+    record = {keys.text_key: document.text, **document.record}
+    if keys.language_key and document.language != _language(document.record, keys):
+        record[keys.language_key] = document.language
+    return _dump(record)
+
+
+def dropped_line(document: Document, keys: Keys, step: str) -> bytes:
+    """The record of a dropped document as the step saw it, with the reason and the step."""
+    return _dump({keys.text_key: document.text, **document.record, "dropped": document.dropped, "step": step})
+
+
+def spool_line(document: Document) -> bytes:
+    """A document for the next stage."""
+    return _dump([document.number, document.source, document.language, document.text, document.record])
+
+
+def read_spool(data: bytes) -> list[Document]:
+    """The documents of whole spool lines."""
+    documents = []
+    for line in data.splitlines():
+        try:
+            number, source, language, text, record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            number, source, language, text, record = json.loads(line)
+        documents.append(Document(text, number, source, record, language))
+    return documents

@@ -1,0 +1,133 @@
+"""Masks private data: mail addresses, IP addresses, telephone numbers.
+
+A pattern finds what looks like one; what stands around it and inside it then says whether it is. So version numbers, dates,
+section numbers, ``git@host:path`` and the like stay. Of IP addresses only public ones are masked: those of private
+networks, of this computer and of documentation (``ipaddress.is_global``: the registries of RFC 6890) tell of nobody.
+Telephone numbers: Chinese mobile and landline numbers, North American and Japanese ones, and any with ``+`` and a country's
+code (E.164). Names and postal addresses are not looked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from ipaddress import AddressValueError, IPv4Address, IPv6Address
+
+from megatron_lite.clean.step import Document, LocalStep
+
+_MAIL = re.compile(
+    r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}@((?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z]{2,24})"
+    r"(?![A-Za-z0-9-])(?P<path>:[\w~/.])?"
+)
+_FILES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".js", ".css")  # logo@2x.png
+_IPV4 = re.compile(r"(?<![\w.])(?<![A-Za-z]/)\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}(?![A-Za-z0-9_]|\.\d)", re.ASCII)
+_VERSION = re.compile(
+    r"(?:\bv|\bver|version|release|revision|firmware|build|[=~<>]=|版本|版)\s*(?:号|number)?\.?\s*[:：=]?\s*$", re.I
+)  # noqa: RUF001
+_SMALL = 32  # four numbers below this are a version or a section: 1 in 4096 addresses is so
+_IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:[0-9A-Fa-f:]{2,34}(?![\w:])", re.ASCII)  # global unicast, 2000::/3
+
+_BEFORE, _AFTER = r"(?<![\dA-Za-z_.+/=-])", r"(?![\dA-Za-z_]|[-.]\d)"
+_PHONE = re.compile(
+    "|".join(
+        (
+            # China, mobile: 11 digits from 13 to 19, by 3 4 4
+            _BEFORE + r"(?:(?:\+|00)86[- ]?|[(（]\+?86[)）] ?)?1[3-9]\d(?P<sep>[- ]?)\d{4}(?P=sep)\d{4}" + _AFTER,  # noqa: RUF001
+            # China, landline: area code from 010 to 0999, 7 or 8 digits, an extension
+            _BEFORE
+            + r"(?:(?:\+|00)86[- ]?)?(?:0?[1-9]0|0[1-9]\d{1,2}|010)[-－][2-9]\d{6,7}(?:[-－转]\d{1,5})?"
+            + _AFTER,  # noqa: RUF001
+            r"[(（]0(?:10|2\d|[3-9]\d{2})[)）] ?[2-9]\d{6,7}" + _AFTER,  # noqa: RUF001
+            # North America: 3 3 4, area and exchange from 200
+            _BEFORE
+            + r"(?:\+?1[-. ])?(?:\([2-9]\d{2}\) ?[2-9]\d{2}[- .]|[2-9]\d{2}(?P<us>[-.])[2-9]\d{2}(?P=us))\d{4}"
+            + _AFTER,
+            _BEFORE + r"\+?1 [2-9]\d{2} [2-9]\d{2} \d{4}" + _AFTER,
+            # Japan: 0 and 10 or 11 digits in three groups
+            _BEFORE + r"0(?:\d-\d{4}|\d{2}-\d{3,4}|\d{3}-\d{2,3}|\d{4}-\d)-\d{4}" + _AFTER,
+            # anywhere: + and 8 to 15 digits
+            r"(?<![\w.+/=-])\+[1-9]\d{0,2}(?:[-. ]?\(?\d{1,4}\)?){2,6}" + _AFTER,
+        )
+    ),
+    re.ASCII,
+)
+_FEWEST_DIGITS, _MOST_DIGITS = 8, 15  # of a number with +; E.164 has the 15
+_DIGIT = re.compile(r"\d{4}", re.ASCII)  # every telephone number has four together
+
+
+@dataclass(frozen=True)
+class MaskOptions:
+    """Options of ``mask``."""
+
+    mail: str = "[EMAIL]"
+    """What stands for a mail address; empty: they stay."""
+    ip: str = "[IP]"
+    """What stands for a public IPv4 or IPv6 address; empty: they stay."""
+    phone: str = "[PHONE]"
+    """What stands for a telephone number; empty: they stay."""
+
+
+class Mask(LocalStep):
+    """See the module."""
+
+    name = "mask"
+    Options = MaskOptions
+
+    def apply(self, documents: Sequence[Document]) -> None:
+        """Change the texts, and count what was masked."""
+        options: MaskOptions = self.options
+        for document in documents:
+            text = document.text
+            if options.mail and "@" in text:
+                text = self._replace(text, _MAIL, _is_mail, options.mail, "mail addresses")
+            if options.ip:
+                text = self._replace(text, _IPV4, _is_public_ipv4, options.ip, "IP addresses")
+                text = self._replace(text, _IPV6, _is_public_ipv6, options.ip, "IP addresses")
+            if options.phone and _DIGIT.search(text):
+                text = self._replace(text, _PHONE, _is_phone, options.phone, "telephone numbers")
+            document.text = text
+
+    def _replace(
+        self, text: str, pattern: re.Pattern[str], holds: Callable[[re.Match[str]], bool], instead: str, what: str
+    ) -> str:
+        """Replace what a pattern finds and ``holds`` confirms."""
+        parts, end = [], 0
+        for found in pattern.finditer(text):
+            if holds(found):
+                parts += [text[end : found.start()], instead]
+                end = found.end()
+                self.count(what)
+        return "".join([*parts, text[end:]]) if parts else text
+
+
+def _is_mail(found: re.Match[str]) -> bool:
+    """No address of a repository, no name of a file."""
+    return found["path"] is None and not found[1].lower().endswith(_FILES)
+
+
+def _is_public_ipv4(found: re.Match[str]) -> bool:
+    numbers = [int(number) for number in found[0].split(".")]
+    if max(numbers) < _SMALL or _VERSION.search(found.string, max(0, found.start() - 24), found.start()):
+        return False
+    try:
+        return IPv4Address(found[0]).is_global
+    except AddressValueError:  # a number above 255, or one that begins with 0
+        return False
+
+
+def _is_public_ipv6(found: re.Match[str]) -> bool:
+    try:
+        return IPv6Address(found[0]).is_global
+    except AddressValueError:
+        return False
+
+
+def _is_phone(found: re.Match[str]) -> bool:
+    digits = sum(c.isdigit() for c in found[0])
+    if not found[0].startswith("+"):
+        return True
+    line_start = found.start() == 0 or found.string[found.start() - 1] == "\n"
+    if line_start and digits == len(found[0]) - 1:  # a line that a patch adds
+        return False
+    return _FEWEST_DIGITS <= digits <= _MOST_DIGITS

@@ -1,0 +1,153 @@
+"""Brings a text to its plain form, each rule by itself: it changes how a text is written and none of its words or marks.
+
+That a text is UTF-8 the reader of the input has made sure of (what is not is a bad record). HTML is told by how the text
+begins, so a page is turned to text and an article that quotes a tag stays; for corpora of code set ``html: never``.
+What the rules leave alone on purpose: indentation, runs of spaces inside a line, U+3000 (the indentation of Chinese), and
+joiners and direction marks, which Persian, Indic scripts and emoji need.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_lite.clean.step import Document, LocalStep
+
+# Bytes 80 to 9F that were read as Latin-1 are Windows-1252, as in HTML (https://html.spec.whatwg.org, numeric character
+# reference end state): dropping them would drop quotation marks and dashes.
+_WINDOWS = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}
+# Other controls but tab and newline, interlinear marks, and code points that are no characters (Unicode 16, 23.7).
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0e-\x1f\x7f-\x9f\ufff9-\ufffb\ufdd0-\ufdef"
+    + "".join(chr(plane << 16 | 0xFFFE) + chr(plane << 16 | 0xFFFF) for plane in range(17))
+    + "]"
+)
+_LINE_ENDS = re.compile("\r\n?|[\v\f\u2028\u2029]")
+_SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f]")
+_BLANK_LINES = re.compile("\n{3,}")
+_PAGE = re.compile(
+    r"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*(?:<!doctype\s+html|<(?:html|head|body|div|p|table|article|section|main|header"
+    r"|nav|ul|ol|dl|h[1-6]|span|center|form|blockquote)(?:\s[^<>]*)?>)",
+    re.I | re.S,
+)
+_CLOSED = re.compile(r"</[a-z][a-z0-9]*\s*>", re.I)
+_UNSEEN = {"head", "script", "style", "noscript", "template", "svg", "math", "iframe", "object", "select", "button"}
+_PARAGRAPHS = {
+    "p",
+    "h1",
+    "h2",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "blockquote",
+    "pre",
+    "table",
+    "ul",
+    "ol",
+    "dl",
+    "article",
+    "section",
+}
+_LINES = {
+    "address", "aside", "body", "caption", "center", "dd", "details", "div", "dt", "fieldset", "figcaption", "figure", "footer",
+    "form", "header", "hr", "html", "legend", "li", "main", "nav", "summary", "tbody", "tfoot", "thead", "tr",
+}  # fmt: skip
+_LINE, _PARAGRAPH, _CELL = "\x01", "\x02", "\x03"  # marks while a page is read; controls do not get there
+_COLLAPSED = re.compile(r"[ \t\n\r\f]+")
+_MARKS = re.compile(f" *[{_LINE}{_PARAGRAPH}][ {_LINE}{_PARAGRAPH}{_CELL}]*")
+
+
+@dataclass(frozen=True)
+class NormaliseOptions:
+    """Options of ``normalise``."""
+
+    html: Literal["auto", "always", "never"] = "auto"
+    """Turn HTML to text: pages, told by how they begin; every text; none."""
+    bom: bool = True
+    """Remove byte-order marks (U+FEFF), wherever they are."""
+    controls: bool = True
+    """Remove control characters and code points that are none; end lines with a newline; bytes 80 to 9F as Windows-1252."""
+    nfc: bool = True
+    """Unicode normalisation form C (UAX 15): one code point where letter and accent are two; no change of how it looks."""
+    whitespace: bool = True
+    """Plain spaces for their kin (U+00A0 ...), none at the ends of lines, at most one blank line, none at the ends."""
+
+
+class Normalise(LocalStep):
+    """See the module."""
+
+    name = "normalise"
+    Options = NormaliseOptions
+
+    def apply(self, documents: Sequence[Document]) -> None:
+        """Change the texts."""
+        options: NormaliseOptions = self.options
+        for document in documents:
+            text = document.text
+            if options.bom and "\ufeff" in text:
+                text = text.replace("\ufeff", "")
+                self.count("texts with byte-order marks")
+            if options.controls:
+                text = self._controls(text)
+            if options.html != "never" and (options.html == "always" or is_page(text)):
+                text = page_text(text)
+                self.count("pages of HTML turned to text")
+            if options.nfc and not unicodedata.is_normalized("NFC", text):
+                text = unicodedata.normalize("NFC", text)
+                self.count("texts brought to NFC")
+            if options.whitespace:
+                text = plain_space(text)
+            document.text = text
+
+    def _controls(self, text: str) -> str:
+        text = _LINE_ENDS.sub("\n", text)
+        if _CONTROLS.search(text):
+            self.count("texts with control characters")
+            text = _CONTROLS.sub(lambda found: _WINDOWS.get(ord(found[0]), ""), text)
+        return text
+
+
+def plain_space(text: str) -> str:
+    """A text with plain spaces, none at the ends of lines, and at most one blank line together."""
+    text = _SPACES.sub(" ", text)
+    text = "\n".join(line.rstrip() for line in text.split("\n"))
+    return _BLANK_LINES.sub("\n\n", text).strip("\n")
+
+
+def is_page(text: str) -> bool:
+    """Whether a text begins as HTML does, and closes a tag."""
+    return _PAGE.match(text) is not None and _CLOSED.search(text) is not None
+
+
+def page_text(html: str) -> str:
+    """What a page shows: a line for each block, a blank line around paragraphs, tabs between the cells of a table."""
+    from selectolax.lexbor import LexborHTMLParser, LexborNode
+
+    parts: list[str] = []
+    todo: list[str | LexborNode | None] = [LexborHTMLParser(html).root]
+    while todo:
+        node = todo.pop()
+        if node is None or isinstance(node, str):
+            parts.append(node or "")
+            continue
+        tag = node.tag
+        if tag == "-text":
+            parts.append(_COLLAPSED.sub(" ", node.text_content or ""))
+        elif tag == "br":
+            parts.append(_LINE)
+        elif tag == "pre":
+            lines = node.text(deep=True).strip("\n").split("\n")
+            parts += [_PARAGRAPH, _LINE.join(line.replace(" ", "\u00a0") for line in lines), _PARAGRAPH]
+        elif tag not in _UNSEEN:
+            mark = (
+                _PARAGRAPH if tag in _PARAGRAPHS else _LINE if tag in _LINES else _CELL if tag in ("td", "th") else ""
+            )
+            parts.append("" if mark == _CELL else mark)
+            todo += [mark, *reversed(list(node.iter(include_text=True)))]
+    text = _MARKS.sub(lambda found: "\n\n" if _PARAGRAPH in found[0] else "\n", "".join(parts))
+    words = (" ".join(filter(None, line.split(" "))) for line in text.split("\n"))
+    return "\n".join(line.rstrip(_CELL).replace(_CELL, "\t") for line in words).replace("\u00a0", " ").strip("\n")

@@ -1,0 +1,359 @@
+"""Runs a cleaning pipeline: reads files, takes documents through its stages, writes shards and the report.
+
+One part takes the inputs from end to end. ``--part i/n`` takes a contiguous piece of them; before a corpus step decides,
+and before the shards are cut, a part needs what the others have written to the work directory
+(:mod:`megatron_lite.clean.pipeline_work`), so it waits, or ends and is started again later. Neither the parts nor the
+workers nor a restart changes a byte of what is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_lite import __version__
+from megatron_lite.clean.config import SAVED_BY, Pipeline, StepConfig
+from megatron_lite.clean.counts import StageCounts
+from megatron_lite.clean.pipeline_keys import Decider, KeyFiles, decide_bucket, decide_now, gather_drops
+from megatron_lite.clean.pipeline_output import Output, dropped_spool, merge_dropped
+from megatron_lite.clean.pipeline_stage import Block, Done, Stage, StageWorker, StepFailed, cut
+from megatron_lite.clean.pipeline_work import WorkDirectory, digest, file_state
+from megatron_lite.clean.report import as_json, report_data
+from megatron_lite.clean.report_html import as_html
+from megatron_lite.clean.shards import SHARD_BYTES, UNCUT, FrameReader, ShardWriter, shard_name, write_whole
+from megatron_lite.clean.step import CorpusStep, bucket_path
+from megatron_lite.config.values import plain
+from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions, Lines, extent, lines_before, open_input
+from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
+from megatron_lite.text.records import BadInput
+
+_SAY_EVERY = 10.0  # seconds
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a pipeline is run.
+
+    Attributes:
+        part, parts: which piece of the inputs this process takes, from 1.
+        wait: seconds to wait for other parts.
+        workers: processes for local steps; 1: this one.
+        shard_bytes: of text in a shard.
+        work: the work directory; None: beside the output.
+        keep_dropped: directory for the documents that were dropped; None: they are not written.
+        json: file for the report's numbers; None: they are in the HTML alone.
+        skip_bad: leave bad records out and count them.
+        reading: how the inputs are read.
+    """
+
+    part: int = 1
+    parts: int = 1
+    wait: float = 0.0
+    workers: int = 1
+    shard_bytes: int = SHARD_BYTES
+    work: Path | None = None
+    keep_dropped: Path | None = None
+    json: Path | None = None
+    skip_bad: bool = False
+    reading: InputOptions = field(default_factory=InputOptions)
+
+
+def shares(inputs: Sequence[Path], reading: InputOptions, part: int, parts: int) -> list[tuple[int, int, int | None]]:
+    """(number of the file, start, stop) of the pieces of inputs that a part reads, as of ``open_input``.
+
+    Parts are contiguous and about equal in bytes; a file that cannot be read from its middle is one part's.
+    """
+    sizes = [0 if str(path) == STANDARD_INPUT else path.stat().st_size for path in inputs]
+    total, before = sum(sizes), 0
+    found: list[tuple[int, int, int | None]] = []
+    low, high = total * (part - 1) // parts, total * part // parts
+    for number, (path, size) in enumerate(zip(inputs, sizes, strict=True)):
+        end, middle = before + size, before + size // 2
+        length = extent(path, reading) if parts > 1 else None
+        if length is None:
+            if low <= middle < high or (part == parts and middle == total):
+                found.append((number, 0, None))
+        elif low < end and high > before:
+            start = max(low - before, 0) * length // size
+            stop = None if high >= end else (high - before) * length // size
+            if stop is None or start < stop:
+                found.append((number, start, stop))
+        before = end
+    return found
+
+
+def input_blocks(
+    inputs: Sequence[Path], pieces: Sequence[tuple[int, int, int | None]], reading: InputOptions
+) -> Iterator[Block]:
+    """The blocks of some pieces of the inputs; lines have their numbers in their whole file."""
+    for number, start, stop in pieces:
+        path = inputs[number]
+        is_cut = start > 0 and path.suffix != ".parquet"
+        skipped = lines_before(path, reading, start) if is_cut else 0
+        base, end, name = 0, 0, ""
+        for block in open_input(path, reading, start, stop):
+            if name and block.file != name:  # the next file of an archive
+                base += end
+            name = block.file
+            if isinstance(block, Lines):
+                block = replace(block, first=block.first + skipped)
+                end = block.first + block.data.count(b"\n")
+            yield Block(number, base, block)
+
+
+class Run:
+    """One part's run of a pipeline.
+
+    Args:
+        pipeline: what to do.
+        inputs: the files, in the order of the corpus.
+        output: directory of the shards; must not be there yet.
+        options: how.
+        say: takes lines about the progress.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        inputs: Sequence[Path],
+        output: Path,
+        options: RunOptions,
+        say: Callable[[str], None],
+    ) -> None:
+        self.pipeline, self.inputs, self.options, self.say = pipeline, list(inputs), options, say
+        self.alone = options.parts == 1
+        self.stages = cut(pipeline, self.alone, options.keep_dropped is not None, options.skip_bad)
+        self.work = WorkDirectory(options.work or output.with_name(f"{output.name}.work"), options.part, options.parts)
+        self.html = output.with_name(f"{output.name}.html")
+        self.documents = Output(output, self.work, options.shard_bytes)
+        self.dropped = (
+            None if options.keep_dropped is None else Output(options.keep_dropped, self.work, options.shard_bytes)
+        )
+
+    def plan(self) -> dict[str, Any]:
+        """What the output follows from; the same for all parts."""
+        named = [path for step in self.pipeline.steps for path in step.kind.files(step.options)]
+        named += [f"{step.options.against}/{SAVED_BY}" for _, step in self._corpus_steps() if step.options.against]
+        inputs = [{"path": "-"} if str(path) == STANDARD_INPUT else file_state(str(path)) for path in self.inputs]
+        return {
+            "program": __version__,
+            "pipeline": self.pipeline.as_data(),
+            "inputs": inputs,
+            "files": [file_state(path) for path in named],
+            "parts": self.options.parts,
+            "shard_bytes": self.options.shard_bytes,
+            "keep_dropped": self.options.keep_dropped is not None,
+            "skip_bad": self.options.skip_bad,
+            "reading": plain(self.options.reading),
+        }
+
+    def run(self) -> dict[str, Any] | None:
+        """Do what this part can do; the report, or None when the output was complete before.
+
+        Raises:
+            BadInput: a bad record, a worker that died; nothing stands under the output's name.
+            FileExistsError: the output is there and is another run's.
+            PartsMissing, PlanDiffers: as of the work directory.
+            StepFailed: a step raised.
+        """
+        plan = self.plan()
+        known_as = digest(plan)
+        self._check_outputs(known_as)
+        if self.documents.is_complete(known_as):
+            return None
+        self.work.open(plan)
+        try:
+            for stage in self.stages:
+                self._run_part(stage)
+                self._decide(stage)
+            last = len(self.stages)
+            if self.dropped is not None:
+                merge_dropped(self.work, last, self.dropped.shard_bytes if self.alone else UNCUT)
+                last += 1
+            self.work.wait_for_parts(last - 1, self.options.wait, self.say)
+            return self._finish(known_as)
+        except BadInput:
+            if self.alone:
+                shutil.rmtree(self.work.path, ignore_errors=True)
+            raise
+        finally:
+            self.work.close()
+
+    def _run_part(self, stage: Stage) -> None:
+        """Take this part's documents through a stage, unless that has been done."""
+        directory = self.work.part_directory(stage.number)
+        if not directory.is_dir():
+            with self.work.finishing(directory) as draft:
+                counts = self._run_stage(stage, draft)
+                write_whole(draft / "counts.json", json.dumps(plain(counts)).encode())
+        if stage.number:  # what the stage before left has been read
+            shutil.rmtree(self.work.part_directory(stage.number - 1) / "documents", ignore_errors=True)
+
+    def _run_stage(self, stage: Stage, draft: Path) -> StageCounts:
+        counts, options = StageCounts(), self.options
+        scratch, drops = self.work.scratch(stage.number), None
+        if stage.applied is not None:
+            before = self.counts(stage.number - 1, options.part)
+            kind: Any = self.pipeline.steps[stage.applied].kind
+            decided = self.work.decided(stage.number - 1, kind.buckets)
+            gather_drops(decided, before.first, before.last, drops := draft / "drops")
+        keyed = None if stage.keyed is None else self.pipeline.steps[stage.keyed]
+        (draft / "documents").mkdir()
+        with ExitStack() as stack:
+            shard_bytes = options.shard_bytes if stage.last and self.alone else UNCUT
+            writer = stack.enter_context(ShardWriter(draft / "documents", shard_bytes))
+            dropped = stack.enter_context(dropped_spool(draft)) if stage.keep_dropped else None
+            decider = Decider(keyed, scratch) if keyed is not None and stage.decides else None
+            files = None
+            if keyed is not None and decider is None:
+                kind = keyed.kind
+                files = stack.enter_context(KeyFiles(draft / "keys", kind.buckets))
+            for done in self._results(stage, partial(StageWorker, stage, scratch, drops), stack):
+                if decider is not None:
+                    decide_now(stage, decider, done)
+                if files is not None and done.keys is not None:
+                    files.add(done.keys)
+                for line in done.lines:
+                    writer.add(line)
+                if dropped is not None:
+                    for number, line in sorted(done.dropped):
+                        dropped.add(b"%016x %b" % (number, line))
+                counts.add(done.counts, self.pipeline.steps)
+            if decider is not None and stage.keyed is not None:
+                (draft / "saved").mkdir()
+                found = {bucket: decider.outcome(bucket, draft / "saved") for bucket in range(decider.step.buckets)}
+                counts.decided[stage.keyed] = found
+        return counts
+
+    def _results(self, stage: Stage, make: Callable[[], StageWorker], stack: ExitStack) -> Iterator[Done]:
+        """What workers make of the stage's documents, in order. Raises BadInput, StepFailed."""
+        options = self.options
+        if stage.number == 0:
+            pieces = shares(self.inputs, options.reading, options.part, options.parts)
+            blocks = input_blocks(self.inputs, pieces, options.reading)
+        else:
+            spool = self.work.part_directory(stage.number - 1) / "documents" / shard_name(0)
+            blocks = (Block(spool=data) for data in FrameReader(spool).read_frames()) if spool.exists() else iter(())
+        if options.workers == 1:
+            results: Iterator[Done] = map(make(), blocks)
+        else:
+            results = stack.enter_context(OrderedPool(options.workers, make)).map(blocks)
+        try:
+            yield from self._telling(stage, results)
+        except WorkerFailed as error:
+            raise StepFailed(str(error)) from None
+        except WorkerDied as error:
+            where = f" at {error.item.place()}" if isinstance(error.item, Block) else ""
+            hint = " Out of memory? Fewer --workers need less." if "SIGKILL" in error.worker else ""
+            raise StepFailed(f"{error.worker}{where}.{hint}") from None
+
+    def _telling(self, stage: Stage, results: Iterator[Done]) -> Iterator[Done]:
+        """Pass results on, and tell about the progress; a bad record ends it."""
+        started = said = time.monotonic()
+        documents = 0
+        for done in results:
+            if done.error is not None:
+                raise BadInput(done.error)
+            documents += len(done.lines) + len(done.documents)
+            yield done
+            if time.monotonic() - said > _SAY_EVERY:
+                said = time.monotonic()
+                rate = documents / (said - started)
+                self.say(
+                    f"stage {stage.number + 1} of {len(self.stages)}: {documents:,} documents so far, {rate:,.0f}/s"
+                )
+
+    def _decide(self, stage: Stage) -> None:
+        """Decide what the keys of all parts drop, as far as others have not."""
+        if stage.keyed is None or stage.decides:
+            return
+        config = self.pipeline.steps[stage.keyed]
+        kind: Any = config.kind
+        assert issubclass(kind, CorpusStep)
+        decided = self.work.decided(stage.number, kind.buckets)
+        if all(directory.is_dir() for directory in decided):
+            return
+        self.work.wait_for_parts(stage.number, self.options.wait, self.say)
+        parts = [directory / "keys" for directory in self.work.all_parts(stage.number)]
+        for bucket in self.work.share(kind.buckets):
+            if not decided[bucket].is_dir():
+                with self.work.finishing(decided[bucket]) as draft:
+                    decide_bucket(config, self.work.scratch(stage.number), bucket, parts, draft)
+
+    def counts(self, stage: int, part: int) -> StageCounts:
+        """The counts of a part of a finished stage."""
+        return StageCounts.from_data(json.loads((self.work.part_directory(stage, part) / "counts.json").read_bytes()))
+
+    def _corpus_steps(self) -> Iterator[tuple[int, StepConfig]]:
+        return ((n, step) for n, step in enumerate(self.pipeline.steps) if issubclass(step.kind, CorpusStep))
+
+    def _check_outputs(self, known_as: str) -> None:
+        """Refuse outputs that are there and another run's."""
+        if self.dropped is not None:
+            self.dropped.is_complete(known_as)
+        for _, step in self._corpus_steps():
+            if os.path.exists(step.options.save) and not _is_saved_by(step.options.save, known_as):
+                raise FileExistsError(
+                    f"save: {step.options.save} is there, and not from this run; remove it or give another"
+                )
+
+    def _publish_saved(self, known_as: str) -> None:
+        """Bring together what the buckets of each corpus step saved."""
+        for position, step in self._corpus_steps():
+            if not step.options.save or _is_saved_by(step.options.save, known_as):
+                continue
+            (stage,) = (stage for stage in self.stages if stage.keyed == position)
+            kind: Any = step.kind
+            with self.work.finishing(Path(step.options.save)) as draft:
+                for bucket, decided in enumerate(self.work.decided(stage.number, kind.buckets)):
+                    directory = self.work.part_directory(stage.number) / "saved" if stage.decides else decided
+                    shutil.copyfile(bucket_path(str(directory), bucket), bucket_path(str(draft), bucket))
+                write_whole(draft / SAVED_BY, known_as.encode())
+
+    def report(self) -> dict[str, Any]:
+        """The report's numbers, when all parts have gone through all stages."""
+        counts = StageCounts()
+        for stage in self.stages:
+            for part in range(1, self.options.parts + 1):
+                counts.add(self.counts(stage.number, part), self.pipeline.steps)
+            if stage.keyed is not None and not stage.decides:
+                kind: Any = self.pipeline.steps[stage.keyed].kind
+                decided = self.work.decided(stage.number, kind.buckets)
+                outcomes = [json.loads((directory / "outcome.json").read_bytes()) for directory in decided]
+                counts.decided[stage.keyed] = dict(enumerate(outcomes))
+        return report_data(self.pipeline, [str(path) for path in self.inputs], counts)
+
+    def _finish(self, known_as: str) -> dict[str, Any]:
+        """Cut the shards, write the report and what corpus steps save, and give everything its name."""
+        report, temporary = self.report(), f".{self.options.part}.tmp"
+        if self.options.json is not None:
+            write_whole(self.options.json, as_json(report), temporary)
+        try:
+            self.documents.write(len(self.stages) - 1, known_as)
+            if self.dropped is not None:
+                self.dropped.write(len(self.stages), known_as)
+                self.dropped.publish()
+            self._publish_saved(known_as)
+            write_whole(self.html, as_html(report), temporary)
+            self.documents.publish()
+        except FileNotFoundError:  # another part finished meanwhile, and took what we were at
+            if not self.documents.is_complete(known_as):
+                raise
+        if self.alone:
+            shutil.rmtree(self.work.path)
+        return report
+
+
+def _is_saved_by(directory: str, known_as: str) -> bool:
+    try:
+        return (Path(directory) / SAVED_BY).read_text() == known_as
+    except OSError:
+        return False

@@ -1,0 +1,139 @@
+"""What a run leaves: directories of shards, complete or not there at all.
+
+Shards are made in ``NAME.tmp`` beside the directory, which is renamed when all are there. A part alone has written them
+already and they are moved; several parts have left their lines in a spool each, and anybody writes any shard from those.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+
+from megatron_lite.clean.pipeline_work import WorkDirectory
+from megatron_lite.clean.shards import INDEX, LIST, UNCUT, FrameReader, ShardWriter, index_path, shard_name, write_list
+
+_DIGITS = 16  # hexadecimal, of the document's number before a line of dropped documents
+
+
+class Output:
+    """One directory of shards.
+
+    Args:
+        directory: its final name.
+        work: the run's.
+        shard_bytes: of text in a shard.
+    """
+
+    def __init__(self, directory: Path, work: WorkDirectory, shard_bytes: int) -> None:
+        self.directory, self.shard_bytes = directory, shard_bytes
+        self._work = work
+        self._draft = directory.with_name(f"{directory.name}.tmp")
+        self._temporary = f".{work.part}.tmp"
+
+    def is_complete(self, digest: str) -> bool:
+        """Whether the directory is there as the plan of this digest makes it.
+
+        Raises:
+            FileExistsError: it is there, and something else.
+        """
+        if not self.directory.exists():
+            return False
+        with suppress(OSError, ValueError, KeyError):
+            if json.loads((self.directory / INDEX / LIST).read_bytes())["plan"] == digest:
+                return True
+        raise FileExistsError(f"{self.directory} is there, and not from this run; remove it or give another")
+
+    def write(self, stage: int, digest: str) -> None:
+        """Put the shards of what all parts left after a stage into the draft."""
+        if self.is_complete(digest):
+            return
+        (self._draft / INDEX).mkdir(parents=True, exist_ok=True)
+        sources = [directory / "documents" for directory in self._work.all_parts(stage)]
+        if self._work.parts == 1:
+            self._move(sources[0])
+        else:
+            self._write_shards(sources)
+        for stray in [*self._draft.glob("*.tmp"), *(self._draft / INDEX).glob("*.tmp")]:
+            stray.unlink(missing_ok=True)
+        write_list(self._draft, digest, self._temporary)
+
+    def publish(self) -> None:
+        """Give the draft its name."""
+        if not self.directory.exists():
+            os.rename(self._draft, self.directory)
+
+    def _move(self, source: Path) -> None:
+        """Shards that are not in the source have been moved before."""
+        for path in sorted(source.glob("shard-*.jsonl.zst")):
+            for part in (index_path(path), path):
+                target = self._draft / part.relative_to(source)
+                if part.exists():  # by copying where the work directory is on another file system
+                    shutil.move(part, f"{target}{self._temporary}")
+                    os.replace(f"{target}{self._temporary}", target)
+
+    def _write_shards(self, sources: Sequence[Path]) -> None:
+        files = [source / shard_name(0) for source in sources]
+        readers = [FrameReader(file) for file in files if file.exists()]
+        total = sum(reader.bytes for reader in readers)
+        for number in self._work.share(-(-total // self.shard_bytes)):
+            if (self._draft / shard_name(number)).exists():
+                continue
+            start, end = number * self.shard_bytes, (number + 1) * self.shard_bytes
+            lines = takewhile(partial(_begins_before, end), _lines_from(readers, start))
+            for at, first in lines:  # if any: one long line may fill a shard and the next
+                with ShardWriter(self._draft, self.shard_bytes, at, self._temporary) as writer:
+                    writer.add(first)
+                    for _, line in lines:
+                        writer.add(line)
+
+
+def _begins_before(end: int, found: tuple[int, bytes]) -> bool:
+    return found[0] < end
+
+
+def _lines_from(readers: Sequence[FrameReader], start: int) -> Iterator[tuple[int, bytes]]:
+    """(byte of the corpus at which it begins, line) of the lines of some files that begin at byte ``start`` or later."""
+    at = 0
+    for reader in readers:
+        end = at + reader.bytes
+        if end > start:
+            frames = [number for number, frame in enumerate(reader.frames) if at + frame.start <= start]
+            first = frames[-1] if frames else 0
+            at += reader.frames[first].start
+            for data in reader.read_frames(first):
+                for line in data.splitlines(keepends=True):
+                    if at >= start:
+                        yield at, line
+                    at += len(line)
+        at = end
+
+
+def dropped_spool(directory: Path) -> ShardWriter:
+    """Takes lines of dropped documents, each behind its number."""
+    (directory / "dropped").mkdir()
+    return ShardWriter(directory / "dropped", UNCUT)
+
+
+def merge_dropped(work: WorkDirectory, stages: int, shard_bytes: int) -> None:
+    """Bring what this part's stages dropped into the order of the corpus, as if it were a stage after them."""
+    directory = work.part_directory(stages)
+    if directory.is_dir():
+        return
+    spools = [work.part_directory(stage) / "dropped" / shard_name(0) for stage in range(stages)]
+    with work.finishing(directory) as draft:
+        (draft / "documents").mkdir()
+        with ShardWriter(draft / "documents", shard_bytes) as writer:
+            for line in heapq.merge(*(_spooled(spool) for spool in spools if spool.exists())):
+                writer.add(line[_DIGITS + 1 :])
+
+
+def _spooled(path: Path) -> Iterator[bytes]:
+    for data in FrameReader(path).read_frames():
+        yield from data.splitlines(keepends=True)

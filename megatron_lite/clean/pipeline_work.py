@@ -1,0 +1,172 @@
+"""The work directory: what the parts of one run share, and what lets a run that was ended go on.
+
+Whatever is finished is a directory under its final name, renamed from a temporary one when it was complete::
+
+    plan.json                   options and inputs; the same for everybody who works here
+    stage-0/part-1/             documents, keys and counts of a part after a stage
+    stage-0/decided/bucket-07/  what the corpus step after the stage decided about a bucket
+
+Anybody may finish anything that is still missing: the content follows from the plan alone, so two that do the same work
+write the same bytes, and the first to rename wins.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_lite.clean.shards import write_whole
+
+_POLL = 0.5  # seconds between looks at what others have finished
+
+
+class PlanDiffers(ValueError):
+    """The work directory belongs to a run with other options or inputs."""
+
+
+class PartsMissing(RuntimeError):
+    """Other parts have not come as far; ``parts`` says which."""
+
+    def __init__(self, parts: Sequence[int], stage: int) -> None:
+        super().__init__(f"part {', '.join(map(str, parts))} has not finished stage {stage + 1}")
+        self.parts = list(parts)
+
+
+class WorkDirectory:
+    """The work directory, from one part's side.
+
+    Args:
+        path: of the directory.
+        part, parts: which one this is, from 1, and of how many.
+    """
+
+    def __init__(self, path: Path, part: int, parts: int) -> None:
+        self.path, self.part, self.parts = path, part, parts
+        self._lock: IO[str] | None = None
+
+    def open(self, plan: Mapping[str, Any]) -> None:
+        """Join the run that works here, or begin it.
+
+        Raises:
+            PlanDiffers: it is another run's.
+            FileExistsError: another process works at the same part.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        text = _plan_text(plan)
+        file = self.path / "plan.json"
+        if not file.exists():
+            write_whole(file, text.encode(), f".{self.part}.tmp")
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if found != json.loads(text):
+            lines = "\n  ".join(_differences(found, json.loads(text), ""))
+            raise PlanDiffers(
+                f"{self.path} belongs to a run with other options or inputs:\n  {lines}\nto start over, remove it"
+            )
+        self._lock = open(self.path / f"part-{self.part}.lock", "w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileExistsError(f"{self.path}: another process works at part {self.part} of {self.parts}") from None
+        except OSError:
+            pass  # a file system without locks
+
+    def close(self) -> None:
+        """Let go of the part."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def part_directory(self, stage: int, part: int | None = None) -> Path:
+        """Where a part (this one) leaves its work of a stage."""
+        return self.path / f"stage-{stage}" / f"part-{part or self.part}"
+
+    def all_parts(self, stage: int) -> list[Path]:
+        """The directories of all parts, in the order of the corpus."""
+        return [self.part_directory(stage, part) for part in range(1, self.parts + 1)]
+
+    def decided(self, stage: int, buckets: int) -> list[Path]:
+        """The directories of all decisions after a stage."""
+        return [self.path / f"stage-{stage}" / "decided" / f"bucket-{bucket:02d}" for bucket in range(buckets)]
+
+    def scratch(self, stage: int) -> Path:
+        """A directory for what the corpus step after a stage keeps by itself."""
+        path = self.path / f"stage-{stage}" / "scratch"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @contextmanager
+    def finishing(self, directory: Path) -> Iterator[Path]:
+        """A temporary directory, empty, that becomes ``directory`` at the end; nothing when that is there by then."""
+        draft = directory.with_name(f"{directory.name}.{self.part}.tmp")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        try:
+            yield draft
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        try:
+            os.rename(draft, directory)
+        except OSError:
+            if not directory.is_dir():
+                raise
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def share(self, total: int) -> Iterator[int]:
+        """Numbers of pieces of common work in the order in which this part takes them: its own share, then the others'."""
+        start = (self.part - 1) * total // self.parts
+        yield from range(start, total)
+        yield from range(start)
+
+    def wait_for_parts(self, stage: int, seconds: float, say: Callable[[str], None]) -> None:
+        """Return when all parts have finished a stage. Raises PartsMissing after ``seconds``."""
+        until, said = time.monotonic() + seconds, False
+        while True:
+            missing = [p for p in range(1, self.parts + 1) if not self.part_directory(stage, p).is_dir()]
+            if not missing:
+                return
+            if time.monotonic() >= until:
+                raise PartsMissing(missing, stage)
+            if not said:
+                say(f"waiting for part {', '.join(map(str, missing))}")
+                said = True
+            time.sleep(min(_POLL, max(0.0, until - time.monotonic())))
+
+
+def _plan_text(plan: Mapping[str, Any]) -> str:
+    return json.dumps(plan, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def digest(plan: Mapping[str, Any]) -> str:
+    """By what a plan is known. How many parts there are changes nothing of what is written."""
+    return sha256(_plan_text({key: plan[key] for key in plan if key != "parts"}).encode()).hexdigest()
+
+
+def _differences(old: Any, new: Any, where: str) -> list[str]:
+    """What differs, in words."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        found = []
+        for key in [*old, *(k for k in new if k not in old)]:
+            place = f"{where}.{key}" if where else str(key)
+            if key not in old or key not in new:
+                found.append(f"{place}: {'now' if key in new else 'then'} {new.get(key, old.get(key))!r}, else nothing")
+            elif old[key] != new[key]:
+                found += _differences(old[key], new[key], place)
+        return found
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = enumerate(zip(old, new, strict=True), 1)
+        return [line for number, (a, b) in pairs if a != b for line in _differences(a, b, f"{where} {number}")]
+    return [f"{where}: {old!r} then, {new!r} now"]
+
+
+def file_state(path: str) -> dict[str, Any]:
+    """By what a change of a file is noticed."""
+    state = os.stat(path)
+    return {"path": path, "bytes": state.st_size, "changed": state.st_mtime_ns}

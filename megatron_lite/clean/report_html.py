@@ -1,0 +1,123 @@
+"""The report of a cleaning run as one HTML file, without anything from outside; its numbers are those of the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from megatron_lite.clean.report import percent
+
+_SOURCES = 100  # rows of a table of sources
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem }
+th, td { padding: .15rem .7rem; text-align: left; border-bottom: 1px solid #ddd }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+.bar { display: inline-block; height: .8rem; background: #4a7fb5; vertical-align: middle }
+.warning { background: #fff3cd; padding: .5rem 1rem }
+pre { white-space: pre-wrap; background: #f6f6f6; padding: .5rem; margin: .2rem 0 }
+details { margin: .3rem 0 1rem }
+"""
+
+Cell = str | int | float | None
+
+
+def as_html(report: dict[str, Any]) -> bytes:
+    """The page of a report (:func:`~megatron_lite.clean.report.report_data`)."""
+    body = ["<h1>Cleaning report</h1>"]
+    body += [f'<p class="warning">{escape(warning)}</p>' for warning in report["warnings"]]
+    records = report["records"]
+    body.append(_table(("records", "number"), [("read", records["read"]), ("empty", records["empty"])]))
+    if records["bad"]:
+        body.append(_table(("bad records", "number"), list(records["bad"].items())))
+    body.append("<h2>Steps</h2>")
+    rows = [_flow_row(step["step"], step["total"]) for step in report["steps"]]
+    body.append(_table(_FLOW_HEAD, [*rows, _flow_row("all steps", report["total"])]))
+    body += ["<h2>Sources</h2>", _sources(report["sources"])]
+    body += ["<h2>Lengths of documents, characters</h2>", "<h3>read</h3>", _bars(report["lengths_in"])]
+    body += ["<h3>kept</h3>", _bars(report["lengths_out"])]
+    for step in report["steps"]:
+        body += _step(step)
+    head = f'<meta charset="utf-8"><title>Cleaning report</title><style>{_STYLE}</style>'
+    return f"<!DOCTYPE html>\n<html><head>{head}</head><body>\n{chr(10).join(body)}\n</body></html>\n".encode(
+        "utf-8", "replace"
+    )
+
+
+_FLOW_HEAD = (
+    "", "documents in", "documents out", "documents kept", "characters in", "characters out", "characters kept",
+)  # fmt: skip
+
+
+def _flow_row(name: str, flow: Mapping[str, Any]) -> tuple[Cell, ...]:
+    cells: list[Cell] = [name]
+    for what in ("documents", "characters"):
+        cells += [flow[f"{what}_in"], flow[f"{what}_out"], percent(flow[f"{what}_kept"])]
+    return tuple(cells)
+
+
+def _step(step: Mapping[str, Any]) -> list[str]:
+    """The section of one step."""
+    parts = [f"<h2>Step {escape(step['step'])}</h2>"]
+    parts += [f'<p class="warning">{escape(warning)}</p>' for warning in step["warnings"]]
+    if step["reasons"]:
+        parts.append(_table(("dropped because", "documents"), list(step["reasons"].items())))
+    if step["done"]:
+        parts.append(_table(("what else it did", "times"), list(step["done"].items())))
+    if step["facts"]:
+        parts.append(_table(("fact", "value"), list(step["facts"].items())))
+    for title, bins in step["histograms"].items():
+        parts += [f"<h3>{escape(title)}</h3>", _bars(bins)]
+    if step["lengths_dropped"]:
+        parts += ["<h3>Lengths of what was dropped, characters</h3>", _bars(step["lengths_dropped"])]
+    parts += ["<details><summary>by source</summary>", _sources(step["sources"]), "</details>"]
+    if step["samples"]:
+        parts.append("<details><summary>samples of what was dropped</summary>")
+        for sample in step["samples"]:
+            parts.append(
+                f"<p>{escape(sample['place'])}: <b>{escape(sample['reason'])}</b></p><pre>{escape(sample['text'])}</pre>"
+            )
+        parts.append("</details>")
+    return parts
+
+
+def _sources(sources: Mapping[str, Mapping[str, Any]]) -> str:
+    """The largest sources; how many others there are is said."""
+    largest = sorted(sources, key=lambda name: (-sources[name]["documents_in"], name))
+    table = _table(_FLOW_HEAD, [_flow_row(name, sources[name]) for name in largest[:_SOURCES]])
+    if len(largest) > _SOURCES:
+        table += f"<p>and {len(largest) - _SOURCES:,} smaller sources, which are in the JSON form of this report</p>"
+    return table
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    lines = [
+        "<table>",
+        "<tr>" + "".join(f"<th{'' if i == 0 else _N}>{escape(h)}</th>" for i, h in enumerate(head)) + "</tr>",
+    ]
+    for row in rows:
+        cells = (f"<td{'' if i == 0 else _N}>{escape(_text(cell))}</td>" for i, cell in enumerate(row))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return "\n".join([*lines, "</table>"])
+
+
+_N = ' class="n"'
+
+
+def _text(cell: Cell) -> str:
+    if isinstance(cell, int) and not isinstance(cell, bool):
+        return f"{cell:,}"
+    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+
+
+def _bars(bins: Mapping[str, int]) -> str:
+    """A histogram."""
+    most = max(bins.values(), default=0) or 1
+    rows = [
+        f'<tr><td class="n">{escape(label)}</td><td class="n">{n:,}</td>'
+        f'<td><span class="bar" style="width: {20 * n / most:.2f}rem"></span></td></tr>'
+        for label, n in bins.items()
+    ]
+    return "\n".join(["<table>", *rows, "</table>"])

@@ -1,0 +1,267 @@
+"""Shards: ``.jsonl.zst`` files with an index, readable by line number without reading the rest.
+
+A shard is a row of independent zstd frames of about a megabyte of text, which any zstd reader takes as one file. Its index,
+``.index/NAME.json`` beside it, has for each frame where it begins in the file and which line is its first. To read a line,
+one frame is read.
+
+Where shards and frames begin follows from the text alone: a line belongs to the shard and the frame in which its first
+byte falls when the lines of the whole corpus are laid end to end. So any part of a corpus can be written by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import zstandard
+
+FRAME_BYTES = 1_000_000  # of text
+SHARD_BYTES = 128_000_000  # of text
+UNCUT = 1 << 62  # bytes of text in a shard, where all lines are to be in one
+INDEX = ".index"  # directory of the indices: hidden, so that a directory of shards holds nothing but text
+LIST = "shards.json"  # in it: the shards and their lines
+_AHEAD = 8  # frames that may wait for their compression
+
+
+def shard_name(number: int) -> str:
+    """File name of a shard."""
+    return f"shard-{number:05d}.jsonl.zst"
+
+
+def index_path(path: Path) -> Path:
+    """Where the index of a file of frames is."""
+    return path.parent / INDEX / f"{path.name}.json"
+
+
+def _compress(data: bytes, level: int) -> bytes:
+    return zstandard.ZstdCompressor(level=level, write_checksum=True).compress(data)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One zstd frame.
+
+    Attributes:
+        offset: of its first byte in the file.
+        line: number of its first line in the file, from 0.
+        start: of its text in the text of the file, bytes.
+    """
+
+    offset: int
+    line: int
+    start: int
+
+
+class FrameFile:
+    """Writes one file of frames, and its index. Nothing stands under its name before :meth:`finish`.
+
+    Args:
+        path: of the file.
+        compressor: runs the compression; its frames come in order whatever its threads do.
+        level: of zstd.
+        temporary: suffix of the file until then; two processes that write the same file give different ones.
+    """
+
+    def __init__(self, path: Path, compressor: ThreadPoolExecutor, level: int = 3, temporary: str = ".tmp") -> None:
+        self.path = path
+        self.lines = self.bytes = 0
+        index_path(path).parent.mkdir(exist_ok=True)
+        self._suffix, self._temporary = temporary, Path(f"{path}{temporary}")
+        self._file: IO[bytes] = open(self._temporary, "wb")
+        self._compressor, self._level = compressor, level
+        self._pending: deque[Future[bytes]] = deque()
+        self._buffer: list[bytes] = []
+        self._begins: list[tuple[int, int]] = []  # (line, start) of each frame
+        self._offsets = [0]
+
+    def add(self, line: bytes, new_frame: bool) -> None:
+        """Append a line; ``new_frame``: it is the first of a frame."""
+        if new_frame or not self._begins:
+            self._end_frame()
+            self._begins.append((self.lines, self.bytes))
+        self._buffer.append(line)
+        self.lines += 1
+        self.bytes += len(line)
+
+    def finish(self) -> None:
+        """Complete the file; its index first, so that a file that is there has one."""
+        self._end_frame()
+        while self._pending:
+            self._write_one()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        frames = [[offset, *begin] for offset, begin in zip(self._offsets, self._begins, strict=False)]
+        index = {
+            "format": "megatron-lite shard",
+            "version": 1,
+            "lines": self.lines,
+            "bytes": self.bytes,
+            "frames": frames,
+        }
+        write_whole(index_path(self.path), json.dumps(index).encode() + b"\n", self._suffix)
+        os.replace(self._temporary, self.path)
+
+    def close(self) -> None:
+        """Give up what is not finished."""
+        self._file.close()
+
+    def _end_frame(self) -> None:
+        if self._buffer:
+            self._pending.append(self._compressor.submit(_compress, b"".join(self._buffer), self._level))
+            self._buffer = []
+        while len(self._pending) > _AHEAD:
+            self._write_one()
+
+    def _write_one(self) -> None:
+        data = self._pending.popleft().result()
+        self._file.write(data)
+        self._offsets.append(self._offsets[-1] + len(data))
+
+
+class ShardWriter:
+    """Writes the shards of a corpus, or of a piece of it, into a directory.
+
+    Args:
+        directory: for the files.
+        shard_bytes: of text in a shard.
+        start: bytes of text of the corpus before this piece, which begins a shard.
+        temporary: as of :class:`FrameFile`.
+    """
+
+    def __init__(
+        self, directory: Path, shard_bytes: int = SHARD_BYTES, start: int = 0, temporary: str = ".tmp"
+    ) -> None:
+        self._directory, self._shard_bytes, self._temporary = directory, shard_bytes, temporary
+        self._at = start
+        self._compressor = ThreadPoolExecutor(2, "zstd")
+        self._file: FrameFile | None = None
+        self._number, self._frame = -1, -1
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if self._file is not None:
+            if kind is None:
+                self._file.finish()
+            else:
+                self._file.close()
+        self._compressor.shutdown(cancel_futures=True)
+
+    def add(self, line: bytes) -> None:
+        """Append a line, its newline included."""
+        number, frame = self._at // self._shard_bytes, self._at // FRAME_BYTES
+        if number != self._number:
+            if self._file is not None:
+                self._file.finish()
+            self._file = FrameFile(self._directory / shard_name(number), self._compressor, temporary=self._temporary)
+        assert self._file is not None
+        self._file.add(line, frame != self._frame or number != self._number)
+        self._number, self._frame = number, frame
+        self._at += len(line)
+
+
+def write_whole(path: Path, data: bytes, temporary: str = ".tmp") -> None:
+    """Write a small file that is there whole or not at all."""
+    draft = Path(f"{path}{temporary}")
+    with open(draft, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+class FrameReader:
+    """Reads one file of frames: ``frames``, ``lines`` and ``bytes`` (of text) as its index has them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            index = json.loads(index_path(path).read_bytes())
+            self.lines, self.bytes = int(index["lines"]), int(index["bytes"])
+            self.frames = [Frame(*frame) for frame in index["frames"]]
+        except FileNotFoundError:
+            raise ValueError(f"{path}: its index {index_path(path)} is missing") from None
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{index_path(path)}: not the index of a shard") from None
+
+    def read_frames(self, first: int = 0) -> Iterator[bytes]:
+        """The text of the frames from the ``first`` on: whole lines.
+
+        Raises:
+            ValueError: the file does not fit its index, or is damaged.
+        """
+        with open(self.path, "rb") as file:
+            for number in range(first, len(self.frames)):
+                yield self._read(file, number)
+
+    def line(self, number: int) -> bytes:
+        """A line, without its newline; the first has number 0. Raises IndexError, ValueError."""
+        if not 0 <= number < self.lines:
+            raise IndexError(f"{self.path}: line {number} of {self.lines}")
+        at = bisect_right(self.frames, number, key=lambda frame: frame.line) - 1
+        with open(self.path, "rb") as file:
+            return self._read(file, at).split(b"\n", number - self.frames[at].line + 1)[number - self.frames[at].line]
+
+    def _read(self, file: IO[bytes], number: int) -> bytes:
+        last = number + 1 == len(self.frames)
+        file.seek(self.frames[number].offset)
+        data = file.read() if last else file.read(self.frames[number + 1].offset - self.frames[number].offset)
+        size = (self.bytes if last else self.frames[number + 1].start) - self.frames[number].start
+        try:
+            text = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
+        except zstandard.ZstdError as error:
+            raise ValueError(f"{self.path}: damaged or cut off in frame {number} ({error})") from None
+        if len(text) != size:
+            raise ValueError(f"{self.path}: frame {number} has {len(text)} bytes of text, its index says {size}")
+        return text
+
+
+def write_list(directory: Path, plan: str, temporary: str = ".tmp") -> None:
+    """Write the list of a directory's shards; ``plan`` is the digest of what made them."""
+    (directory / INDEX).mkdir(exist_ok=True)
+    shards = []
+    for path in sorted(directory.glob("shard-*.jsonl.zst")):
+        reader = FrameReader(path)
+        shards.append({"name": path.name, "lines": reader.lines, "bytes": reader.bytes})
+    data = {"format": "megatron-lite shards", "version": 1, "plan": plan, "shards": shards}
+    write_whole(directory / INDEX / LIST, json.dumps(data, indent=1).encode() + b"\n", temporary)
+
+
+class ShardReader:
+    """The lines of a directory of shards by number, through all of them; ``len`` is how many there are.
+
+    Raises:
+        ValueError: no directory of shards.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        try:
+            self._shards = json.loads((self.directory / INDEX / LIST).read_bytes())["shards"]
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{directory}: no directory of shards ({error})") from None
+        self._first = [0]
+        for shard in self._shards:
+            self._first.append(self._first[-1] + int(shard["lines"]))
+        self._open: dict[int, FrameReader] = {}
+
+    def __len__(self) -> int:
+        return self._first[-1]
+
+    def line(self, number: int) -> bytes:
+        """A line, without its newline; the first has number 0. Raises IndexError, ValueError."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"{self.directory}: line {number} of {len(self)}")
+        at = bisect_right(self._first, number) - 1
+        if at not in self._open:
+            self._open[at] = FrameReader(self.directory / self._shards[at]["name"])
+        return self._open[at].line(number - self._first[at])

@@ -1,0 +1,169 @@
+"""``megatron-lite data clean``: from dirty text to shards of clean text, by the steps of a YAML file.
+
+Exit status: 0 the output is complete, 8 this part is done as far as it can be and others are missing, 2 configuration or
+input, 1 anything else, 130 interrupted. After anything but 2 the same command goes on where the run was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR, WAITING
+from megatron_lite.config.problem import nearest_name
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        "megatron-lite data clean", description="Clean text by the steps of a YAML file.", allow_abbrev=False
+    )
+    data = p.add_argument_group("input and output")
+    data.add_argument("--config", required=True, metavar="FILE", help="the steps (YAML); docs/cleaning.md lists them")
+    text = (
+        "files, patterns or directories of JSON lines, plain text, Parquet, packed or not; their order is the corpus's"
+    )
+    data.add_argument("--input", nargs="+", required=True, metavar="FILE", help=text)
+    text = "directory for the shards, which must not be there; the report is DIR.html"
+    data.add_argument("--output", required=True, metavar="DIR", help=text)
+    data.add_argument("--json", metavar="FILE", type=Path, help="write the report's numbers here too")
+    text = "directory for the documents that were dropped, each with its reason and step"
+    data.add_argument("--keep-dropped", metavar="DIR", type=Path, help=text)
+    text = "text in a shard, as 128MB or 1GB (default: 128MB)"
+    data.add_argument("--shard-size", type=size, default="128MB", metavar="SIZE", help=text)
+    data.add_argument("--encoding", default="utf-8", help="of JSON lines and plain text (default: utf-8)")
+    text = "what stands between the documents of a plain-text file (default: a file is a document)"
+    data.add_argument("--separator", metavar="TEXT", help=text)
+    text = "leave bad records out and count them by reason (default: stop at the first)"
+    data.add_argument("--skip-bad", action="store_true", help=text)
+    run = p.add_argument_group("running")
+    run.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
+    text = "do the I-th of N parts of the input; all parts are started with the same options (default: 1/1)"
+    run.add_argument("--part", type=part, default="1/1", metavar="I/N", help=text)
+    text = "seconds to wait for other parts, before ending to be started again (default: 0)"
+    run.add_argument("--wait", type=float, default=0.0, metavar="S", help=text)
+    text = "directory that the parts share until all is done (default: DIR.work)"
+    run.add_argument("--work", metavar="DIR", type=Path, help=text)
+    return p
+
+
+def size(text: str) -> int:
+    """``128MB`` as a number of bytes."""
+    units = {"GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1, "": 1}
+    number, unit = next((text[: len(text) - len(u)], u) for u in units if text.upper().endswith(u))
+    if not number.isascii() or not number.isdecimal() or int(number) * units[unit] < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a size such as 128MB")
+    return int(number) * units[unit]
+
+
+def part(text: str) -> tuple[int, int]:
+    """``2/8`` as (2, 8)."""
+    numbers = text.split("/")
+    if len(numbers) != 2 or not all(n.isascii() and n.isdecimal() for n in numbers):
+        raise argparse.ArgumentTypeError(f"{text}: expected a part such as 2/8")
+    number, of = map(int, numbers)
+    if not 1 <= number <= of:
+        raise argparse.ArgumentTypeError(f"{text}: parts go from 1/{of} to {of}/{of}")
+    return number, of
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags; exits with 2 and the nearest known name at one that does not exist."""
+    p = parser()
+    args, unknown = p.parse_known_args(argv)
+    for flag in unknown:
+        nearest = nearest_name(flag.split("=")[0], (s for action in p._actions for s in action.option_strings))
+        p.error(f"unknown argument {flag}" + (f": did you mean {nearest}?" if nearest else ""))
+    if args.workers < 1:
+        p.error(f"--workers {args.workers}: give at least 1")
+    if args.wait < 0:
+        p.error(f"--wait {args.wait}: give 0 or more seconds")
+    if not args.output.strip("/ "):
+        p.error("--output is given no name: give a directory such as data/clean")
+    if args.part[1] > 1 and "-" in args.input:
+        p.error("--input -: standard input cannot be read in parts")
+    return args
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    args = arguments(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    terminate = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, terminate)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _run(args: argparse.Namespace) -> int:
+    from megatron_lite.clean.config import load_pipeline
+    from megatron_lite.clean.pipeline import Run, RunOptions
+    from megatron_lite.clean.pipeline_stage import StepFailed
+    from megatron_lite.clean.pipeline_work import PartsMissing
+    from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs
+
+    started = time.monotonic()
+    try:
+        pipeline = load_pipeline(args.config)
+        inputs = expand_inputs(args.input)
+        reading = InputOptions((pipeline.keys.text_key,), args.encoding, args.separator, whole=True)
+        check_options(reading, inputs)
+        options = RunOptions(
+            part=args.part[0],
+            parts=args.part[1],
+            wait=args.wait,
+            workers=args.workers,
+            shard_bytes=args.shard_size,
+            work=args.work,
+            keep_dropped=args.keep_dropped,
+            json=args.json,
+            skip_bad=args.skip_bad,
+            reading=reading,
+        )
+        report = Run(pipeline, inputs, Path(args.output), options, partial(print, flush=True)).run()
+    except PartsMissing as error:
+        print(
+            f"part {args.part[0]} of {args.part[1]} is done so far: {error}; run the same command again, or with --wait"
+        )
+        return WAITING
+    except (ValueError, FileExistsError, FileNotFoundError, PermissionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CONFIGURATION
+    except (StepFailed, OSError) as error:
+        print(f"error: {error}; nothing was written to {args.output}", file=sys.stderr)
+        return ERROR
+    if report is None:
+        print(f"{args.output} is complete already")
+        return DONE
+    _tell(args, report, time.monotonic() - started)
+    return DONE
+
+
+def _tell(args: argparse.Namespace, report: dict[str, Any], seconds: float) -> None:
+    from megatron_lite.clean.report import summary
+
+    print(summary(report))
+    for warning in report["warnings"]:
+        print(f"warning: {warning}", file=sys.stderr)
+    print(f"written in {seconds:.1f} s: {args.output}, {args.output.rstrip('/')}.html")
+    if args.part[1] > 1:
+        print(f"{args.work or args.output.rstrip('/') + '.work'} is not needed any more when all parts have ended")

@@ -21,15 +21,14 @@ import pytest
 import zstandard
 from dirty_inputs import ALL, EACH_DIRTY_FILE, FOLDER, Dirty, documents, options_of
 
+from megatron_lite.config.text_files import SUPPORTED, is_text_file
 from megatron_lite.text.inputs import (
-    SUPPORTED,
     InputOptions,
     Lines,
     Texts,
     check_options,
     expand_inputs,
     extent,
-    is_text_file,
     lines_before,
     name_of,
     open_input,

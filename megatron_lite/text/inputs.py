@@ -25,14 +25,10 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.config.text_files import DAT, LINES, PARQUET, PLAIN, SUPPORTED, TAR, kind_of
 from megatron_lite.text.records import BadRecord
 
 STANDARD_INPUT = "-"
-LINES: tuple[str, ...] = (".jsonl", ".json", ".ndjson")
-PLAIN = ".txt"
-PACKINGS: tuple[str, ...] = (".gz", ".zst", ".bz2", ".xz")
-PARQUET, DAT, TAR = ".parquet", ".dat.zst", ".jsonl.zst.tar"
-SUPPORTED = f"{', '.join(LINES)}, {PLAIN} (each also with {', '.join(PACKINGS)}), {PARQUET}, {DAT}, {TAR}"
 
 
 @dataclass(frozen=True)
@@ -136,20 +132,10 @@ class Name:
 
 def name_of(path: str | Path) -> Name | None:
     """What a file is by its name; None: it is not read. Standard input is JSON lines."""
-    name = os.path.basename(str(path)).lower()
     if str(path) == STANDARD_INPUT:
         return Name(LINES[0])
-    for kind in (TAR, DAT, PARQUET):
-        if name.endswith(kind):
-            return Name(kind)
-    packing = next((p for p in PACKINGS if name.endswith(p)), "")
-    kind = next((k for k in (*LINES, PLAIN) if name.removesuffix(packing).endswith(k)), "")
-    return Name(kind, packing) if kind else None
-
-
-def is_text_file(path: str) -> bool:
-    """Whether the name is that of a file of text that is read here (and not a dataset's prefix)."""
-    return path != STANDARD_INPUT and name_of(path) is not None
+    found = kind_of(str(path))
+    return None if found is None else Name(*found)
 
 
 def open_input(path: str | Path, options: InputOptions, start: int = 0, stop: int | None = None) -> Iterator[Block]:

@@ -14,7 +14,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from megatron_lite.text.inputs import DAT, PARQUET, InputOptions, Name, Refused, Texts
+from megatron_lite.config.text_files import DAT, PARQUET
+from megatron_lite.text.inputs import InputOptions, Name, Refused, Texts
 from megatron_lite.text.inputs_bytes import DAMAGE, CountedFile, check_encoding, decoded, open_file, unpacked
 from megatron_lite.text.records import NOT_DECODABLE, BadInput, not_a_string
 

@@ -51,11 +51,13 @@ class Sums:
         loss_sum: of scale * loss over the microbatches, fp64 scalar on the device; None on every stage but the last.
         aux_sum: of scale * auxiliary loss of this stage's blocks, likewise; None where no block has one.
         tokens: valid target tokens, host integer; the same on all stages.
+        losses: in evaluation, the loss sum of each microbatch on the last stage, fp64 scalars on the device.
     """
 
     loss_sum: torch.Tensor | None
     aux_sum: torch.Tensor | None
     tokens: int
+    losses: tuple[torch.Tensor, ...] = ()
 
 
 class _Entrance(torch.autograd.Function):
@@ -184,6 +186,7 @@ class _Run:
         self.results: dict[tuple[Direction, int], torch.Tensor] = {}
         self.sends: dict[Direction, Handle] = {}  # the last one of each queue
         self.loss: torch.Tensor | None = None
+        self.losses: list[torch.Tensor] = []  # of the microbatches, in evaluation
         self.aux: torch.Tensor | None = None
 
     def run(self) -> Sums:
@@ -203,7 +206,8 @@ class _Run:
                 finished = True
         for handle in self.sends.values():
             handle.wait()
-        return Sums(self.loss, self.aux, sum(batch.valid_tokens for batch in self.batches))
+        tokens = sum(batch.valid_tokens for batch in self.batches)
+        return Sums(self.loss, self.aux, tokens, tuple(self.losses))
 
     def _post(self, action: Recv) -> None:
         buffer = self.runtime.message(self.batches[action.microbatch])
@@ -236,6 +240,8 @@ class _Run:
         if out.loss_sum is not None:
             objective = out.loss_sum * scale
             self.loss = _add(self.loss, out.loss_sum, scale)
+            if not training:
+                self.losses.append(out.loss_sum.to(torch.float64))
         if out.aux_sum is not None:
             objective = out.aux_sum * scale if objective is None else objective + out.aux_sum * scale
             self.aux = _add(self.aux, out.aux_sum, scale)

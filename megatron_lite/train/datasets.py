@@ -8,11 +8,14 @@ from typing import Any
 
 from megatron_lite.config.problem import ConfigError, Problem
 from megatron_lite.config.schema import RunConfig
-from megatron_lite.data.build import build_datasets
+from megatron_lite.data.blend import BlendedDataset
+from megatron_lite.data.build import Datasets, build_datasets
+from megatron_lite.data.by_source import BySource
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.megatron_order import samples_asked
 from megatron_lite.data.row import Dataset
 from megatron_lite.data.stage_dir import open_access
+from megatron_lite.mesh.agreement import agree
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.optim.batch_size import BatchSchedule
 from megatron_lite.text.tokenizer import Tokenizer, tokenizer_of
@@ -26,7 +29,9 @@ class Data:
         train: of the training split; valid, test: None where there is none, or none is asked for.
         summary: lines for the start-up text.
         decode: from ids to text, where the run has a tokenizer.
-        tokenizer_facts: fingerprint and end-of-document id, stored in checkpoints.
+        facts: what decides about samples besides files and flags (the tokenizer's fingerprint and end-of-document id, the
+            stages of a curriculum, the source of a transform), stored in checkpoints.
+        blend: the sources of the training data, where there are several.
     """
 
     train: Loader
@@ -34,7 +39,8 @@ class Data:
     test: Loader | None
     summary: list[str]
     decode: Callable[[Sequence[int]], str] | None
-    tokenizer_facts: dict[str, Any]
+    facts: dict[str, Any]
+    blend: BlendedDataset | None = None
 
     def close(self) -> None:
         """Stop all threads."""
@@ -51,20 +57,19 @@ def tokenizer_of_run(config: RunConfig[Any]) -> Tokenizer | None:
     return None
 
 
-def open_data(
+def find_data(
     config: RunConfig[Any],
-    mesh: ProcessMesh,
     batch: BatchSchedule,
     steps: int,
     samples: int,
+    tokenizer: Tokenizer | None,
     tell: Callable[[str], None] = lambda text: None,
-) -> Data:
-    """Open everything that the data section names; ``tell`` hears of what takes long.
+) -> Datasets:
+    """Everything that the data section names, copied and computed ahead as it asks; ``tell`` hears of what takes long.
 
     Raises:
-        ConfigError: with every problem of the data, the same on every rank.
+        ConfigError: with every problem of the data.
     """
-    tokenizer = tokenizer_of_run(config)
     evaluation = config.evaluation
     asked = samples_asked(
         train_samples=samples,
@@ -88,6 +93,26 @@ def open_data(
     )
     if found.problems:
         raise ConfigError(found.problems)
+    found.summary += lines
+    return found
+
+
+def open_data(
+    config: RunConfig[Any],
+    mesh: ProcessMesh,
+    batch: BatchSchedule,
+    steps: int,
+    samples: int,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Data:
+    """The loaders of this rank.
+
+    Raises:
+        ConfigError: with every problem of the data, the same on every rank.
+    """
+    tokenizer = tokenizer_of_run(config)
+    found = find_data(config, batch, steps, samples, tokenizer, tell)
+    agree(mesh, {"data": found.facts})
 
     def loader(dataset: Dataset | None) -> Loader | None:
         if dataset is None:
@@ -107,13 +132,24 @@ def open_data(
             eod_mask_loss=config.data.eod_mask_loss,
         )
 
+    def held_out(dataset: Dataset | None) -> Loader | None:
+        """A loader of evaluation data; those of several sources come one source after the other."""
+        if isinstance(dataset, BlendedDataset):
+            unit = config.training.micro_batch_size * mesh.layout.dp
+            dataset = BySource(dataset, config.evaluation.eval_iters * batch.final, unit)
+        return loader(dataset)
+
     train = loader(found.train)
     assert train is not None, "build_datasets reports a missing training split"
     return Data(
         train=train,
-        valid=loader(found.valid),
-        test=loader(found.test),
-        summary=[*found.summary, *lines, *found.notices],
+        valid=held_out(found.valid),
+        test=held_out(found.test),
+        summary=[*found.summary, *found.notices],
         decode=None if tokenizer is None else tokenizer.decode,
-        tokenizer_facts={"fingerprint": tokenizer.fingerprint if tokenizer else None, "eod_id": found.eod_id},
+        facts={
+            "tokenizer": {"fingerprint": tokenizer.fingerprint if tokenizer else None, "eod_id": found.eod_id},
+            **found.facts,
+        },
+        blend=found.blend,
     )

@@ -15,9 +15,12 @@ import torch
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.model.protocol import ModelDefinition
+from megatron_lite.train.evaluate import Evaluation
 from megatron_lite.train.metrics import Console, JsonLines, Sink, TensorBoard, WeightsAndBiases, peak_tflops, reason
 from megatron_lite.train.progress import Progress
 from megatron_lite.train.step import StepReport
+
+_LISTED = 20  # sources that are listed on the terminal
 
 
 def memory_gib(device: torch.device) -> float:
@@ -89,15 +92,16 @@ class Reporter:
         learning_rate: float,
         loss_scale: float,
         extra: dict[str, float],
+        sources: Callable[[int], dict[str, int]] | None = None,
     ) -> None:
-        """Record one step (``progress`` has counted it)."""
+        """Record one step (``progress`` has counted it); ``sources``: what the first n samples were drawn from."""
         if not self.enabled:
             return
         world, length = self.mesh.layout.world_size, self.config.data.seq_length
         tokens = samples * length
         flops = type(self.definition).flops(self.definition.config, tokens, length, report.squared_lengths)
         tflops = None if flops is None else flops.model_full / seconds / world / 1e12
-        record = {
+        record: dict[str, Any] = {
             "step": progress.step,
             "loss": report.loss,
             "grad_norm": report.grad_norm,
@@ -117,6 +121,8 @@ class Reporter:
             **extra,
         }
         due = progress.step % self.config.logging.log_interval == 0
+        if sources is not None and (due or progress.step == self.console.last_step):
+            record["source_samples"] = sources(progress.consumed_samples)
         self._write(record, self._board_record(record) if due else None)
         self.console.step(record)
 
@@ -144,17 +150,34 @@ class Reporter:
         hidden |= set() if logging.log_memory_to_tensorboard else {"memory_gib"}
         return {k: v for k, v in record.items() if k not in hidden and v is not None}
 
-    def evaluation(self, progress: Progress, loss: float, seconds: float, split: str = "validation") -> None:
+    def evaluation(self, progress: Progress, found: Evaluation, seconds: float, split: str = "validation") -> None:
         """Record one evaluation."""
         if not self.enabled:
             return
-        record = {"step": progress.step, "eval_loss": loss, "split": split, "eval_seconds": seconds}
+        loss = found.loss
+        record: dict[str, Any] = {"step": progress.step, "eval_loss": loss, "split": split, "eval_seconds": seconds}
+        if found.by_source:
+            finite = {name: value if math.isfinite(value) else None for name, value in found.by_source.items()}
+            record["eval_loss_by_source"] = finite
         ppl = math.exp(min(loss, 700.0))
         shown = {"step": progress.step, "eval_loss": loss}
+        shown.update({f"eval_loss/{name}": value for name, value in found.by_source.items()})
         if self.config.logging.log_validation_ppl_to_tensorboard:
             shown["eval_ppl"] = ppl
         self._write(record, shown)
         self.say(f"step {progress.step}: {split} loss {loss:.4f} nats/token, perplexity {ppl:.2f}")
+        self._list([f"{value:.4f} {name}" for name, value in found.by_source.items()])
+
+    def sources(self, progress: Progress, samples: dict[str, int]) -> None:
+        """Say how many samples of each source were consumed."""
+        self.say(f"step {progress.step}: {progress.consumed_samples:,} samples consumed, of these")
+        self._list([f"{n:,} {name}" for name, n in samples.items()])
+
+    def _list(self, lines: list[str]) -> None:
+        for line in lines[:_LISTED]:
+            self.say(f"  {line}")
+        if len(lines) > _LISTED:
+            self.say(f"  and {len(lines) - _LISTED} more, in {self.log_dir / 'metrics.jsonl'}")
 
     def close(self) -> None:
         """Flush and close everything."""

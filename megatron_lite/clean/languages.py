@@ -137,7 +137,7 @@ _ROWS = (
     Language(
         "ko",
         _LATIN_MARKS + "。",
-        _words("이 그 저 것 수 등 및 는 은 을 를 있는 있다 한 할 하는 그는 그녀는 나는 우리 더 또 다시 가장 모든 아무도 다음 전 후 늘 첫 많이"),
+        _words("이 그 저 것 수 등 및 는 은 을 를 있는 있다 한 할 하는 그는 그녀는 나는 우리 더 또 다시 가장 모든 다음"),
         Bounds(
             min_word_length=1.0,
             max_word_length=6.0,

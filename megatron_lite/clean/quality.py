@@ -30,7 +30,7 @@ _ANY = Language("", "", frozenset(), Bounds(top_ngrams=(), duplicate_ngrams=()))
 
 
 @dataclass(frozen=True)
-class Options:
+class QualityOptions:
     """Options of the step ``quality``. Shares are between 0 and 1."""
 
     bounds: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -79,9 +79,9 @@ class Quality(LocalStep):
     """See the head of this file."""
 
     name = "quality"
-    Options = Options
+    Options = QualityOptions
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: QualityOptions) -> None:
         super().__init__(options)
         table = class_table()
         self.languages = {code: _with_bounds(row, options.bounds.get(code, {})) for code, row in LANGUAGES.items()}
@@ -130,9 +130,8 @@ class Quality(LocalStep):
 
     def _shares(self, text: str, counts: Measures) -> Iterator[str]:
         options, all_characters, lines = self.options, counts.characters, counts.lines[0]
-        if "://" in text or "www." in text:
-            if sum(len(m.group()) for m in _ADDRESS.finditer(text)) > options.max_addresses * all_characters:
-                yield "too much of the text is addresses of pages"
+        if _in_addresses(text) > options.max_addresses * all_characters:
+            yield "too much of the text is addresses of pages"
         if javascript_lines(text) > options.max_javascript_lines * lines:
             yield "too many lines with javascript"
         if counts.symbols > options.max_symbols * all_characters:
@@ -161,7 +160,7 @@ class Quality(LocalStep):
                 yield f"duplicate {what} are too much of the text"
 
     @staticmethod
-    def problems(options: Options) -> list[str]:
+    def problems(options: QualityOptions) -> list[str]:
         """Bounds of unknown names or kinds, numbers that are no shares."""
         found = [f"bounds.{problem}" for problem in _bounds_problems(options.bounds)]
         for f in dataclasses.fields(options):
@@ -178,9 +177,16 @@ class Quality(LocalStep):
         return found
 
     @staticmethod
-    def files(options: Options) -> Sequence[str]:
+    def files(options: QualityOptions) -> Sequence[str]:
         """The list of words."""
         return [options.word_list] if options.word_list else []
+
+
+def _in_addresses(text: str) -> int:
+    """Characters of addresses of pages."""
+    if "://" not in text and "www." not in text:
+        return 0
+    return sum(len(match.group()) for match in _ADDRESS.finditer(text))
 
 
 def _language_bound(counts: Measures, language: Language) -> Iterator[str]:

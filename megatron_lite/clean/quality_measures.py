@@ -118,7 +118,8 @@ class Measurer:
 
     def measure(self, text: str) -> Measures:
         """The counts of a text."""
-        lines, paragraphs = [], [[]]  # type: ignore[var-annotated]
+        lines: list[str] = []
+        paragraphs: list[list[str]] = [[]]
         for raw in text.split("\n"):
             line = self._strip(raw, lambda kind: kind != SPACE)
             if line:
@@ -133,7 +134,13 @@ class Measurer:
         joined = ["\n".join(some) for some in paragraphs if some]
         sizes = [len(p) - p.count("\n") for p in joined]
         return Measures(
-            *(classes[kind] for kind in (SYMBOL, LETTER, DIGIT, MARK, PUNCTUATION, IDEOGRAPH, KANA)),
+            symbols=classes[SYMBOL],
+            letters=classes[LETTER],
+            digits=classes[DIGIT],
+            marks=classes[MARK],
+            punctuation=classes[PUNCTUATION],
+            ideographs=classes[IDEOGRAPH],
+            kana=classes[KANA],
             words=len(flat),
             word_characters=sum(map(len, inner)),
             alphabetic=sum(any(self._class(c) in (LETTER, IDEOGRAPH, KANA) for c in word) for word in flat),

@@ -3,6 +3,8 @@
 The first element of a broken document is the reason, as the quality step gives it.
 """
 
+# ruff: noqa: E501  a line is a text
+
 from __future__ import annotations
 
 _EN = (

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from broken import BROKEN, CODE, HTML, NOISE, PRIVATE
 from control_zh import CONTROL
-from sentences import SENTENCES, SLOTS
+from sentences import QUESTIONS, SENTENCES, SLOTS
 
 HERE = Path(__file__).parent
 LABELS: dict[str, Any] = {
@@ -115,14 +115,15 @@ class Maker:
     def contaminated(self) -> list[dict[str, str]]:
         """Questions of a benchmark; documents that hold some of them, and documents that share a few words with others."""
         questions = []
-        for n in range(12):
-            language = ("en", "zh", "ja")[n % 3]
-            first, second = (fill(s, language, self.rng) for s in self.rng.sample(SENTENCES[language], 2))
-            questions.append({"id": f"q{n}", "question": first, "answer": second})
-            if n < 9:
-                head, tail = prose(language, self.rng, 5), prose(language, self.rng, 4)
-                text = f"{head}\n{first.upper() if n == 3 else first}\n{tail}"  # letters in another case are the same words
+        for n, (language, question, answer) in enumerate(QUESTIONS):
+            questions.append({"id": f"q{n}", "question": question, "answer": answer})
+            head, tail = prose(language, self.rng, 5), prose(language, self.rng, 4)
+            if n < 9:  # letters in another case are the same words
+                text = f"{head}\n{question.upper() if n == 3 else question}\n{tail}"
                 self.add(f"leak-{n}", text, language, kind="contaminated", benchmark=f"q{n}")
+            else:  # half a question is none
+                half = question[:58] if language == "en" else question[:17]
+                self.add(f"part-{n}", f"{head}\n{half}{'.' if language == 'en' else '。'}\n{tail}", language)
         return questions
 
 

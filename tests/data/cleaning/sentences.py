@@ -3,6 +3,8 @@
 ``{name}`` is filled from SLOTS of the language; a document takes sentences in a keyed order, so no two are alike.
 """
 
+# ruff: noqa: E501  a line is a text
+
 from __future__ import annotations
 
 EN = [
@@ -196,3 +198,20 @@ SLOTS: dict[str, dict[str, list[str]]] = {
 }
 
 SENTENCES = {"en": EN, "zh": ZH, "ja": JA, **OTHER}
+
+# Of a benchmark: (language, question, answer); nothing else in the fixture shares more than a few words with them.
+QUESTIONS = [
+    ("en", "A farmer has seventeen sheep and all but nine of them run away through a hole in the fence; how many sheep does the farmer still have?",
+        "Nine sheep stay, because all but nine have run away and the question tells how many are left over."),
+    ("zh", "一个水池有甲乙两根进水管，单开甲管六小时可以注满，单开乙管四小时可以注满，两管齐开几小时可以注满？", "两管齐开需要二点四小时。"),
+    ("ja", "太郎君は毎分六十メートルの速さで家から学校まで歩き、花子さんは同じ道を毎分四十五メートルで歩きます。二人の差は何分ですか。", "五分です。"),
+    ("en", "Which of the following gases makes up the largest part of the air that surrounds the planet on which we live?", "Nitrogen."),
+    ("zh", "下列哪一种气体在我们所居住的行星周围的空气当中所占的体积比例最大？请从四个选项中选择一个。", "氮气。"),
+    ("ja", "私たちが暮らしている惑星を取り巻く空気の中で、体積の割合が最も大きい気体は次のうちどれでしょうか。", "窒素。"),
+    ("en", "If every blorp is a flim and no flim is a gract, can there be a blorp that is also a gract, and why?", "No, there can not."),
+    ("zh", "如果所有的甲都是乙，并且没有任何一个乙是丙，那么是否可能存在一个既是甲又是丙的东西，为什么？", "不可能。"),
+    ("ja", "すべての甲が乙であり、どの乙も丙ではないとき、甲であり同時に丙でもあるものは存在できますか、その理由は何ですか。", "存在できません。"),
+    ("en", "Name the three colours of light that a screen mixes in order to show every other colour to the human eye.", "Red, green and blue."),
+    ("zh", "请说出屏幕为了向人眼显示其他所有颜色而混合使用的三种光的颜色，并且简单说明其中的原理。", "红、绿、蓝。"),
+    ("ja", "画面が人の目にほかのすべての色を見せるために混ぜ合わせている三つの光の色をすべて答えなさい。", "赤、緑、青。"),
+]

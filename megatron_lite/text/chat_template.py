@@ -59,7 +59,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], now: datetime) -> None:
-        from jinja2 import TemplateSyntaxError, meta
+        from jinja2 import TemplateSyntaxError, nodes
 
         environment = _environment(now)
         try:
@@ -67,8 +67,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not Jinja: {error.message} (line {error.lineno})") from None
-        names = meta.find_undeclared_variables(tree)
-        self.marks = OPEN in "".join(_literal_texts(tree))
+        self.marks = any(OPEN in data.data for data in tree.find_all(nodes.TemplateData))
+        names = {name.name for name in tree.find_all(nodes.Name)}
         self.reads_tools, self.reads_date = "tools" in names, "strftime_now" in names
         self._tokens = dict(tokens)
 
@@ -168,12 +168,6 @@ def _environment(now: datetime) -> Any:
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = now.strftime
     return environment
-
-
-def _literal_texts(tree: Any) -> list[str]:
-    from jinja2 import nodes
-
-    return [data.data for data in tree.find_all(nodes.TemplateData)]
 
 
 def _tojson(

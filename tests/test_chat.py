@@ -1,0 +1,278 @@
+"""Conversations to tokens and masks: against transformers, by differences and by marks, borders, templates, records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_toys import (
+    CHATML,
+    CHATML_MARKED,
+    MISTRAL,
+    NOW,
+    SPECIAL,
+    SYSTEM,
+    TALK,
+    TEMPLATES,
+    counted,
+    encode,
+    encoder_of,
+    save_tokenizer,
+    tokenizer_with,
+    why_bad,
+)
+
+from megatron_lite.text.chat import Conversation, Example, Keys, conversation_of
+from megatron_lite.text.chat_template import ChatTemplate, TemplateRefusal, load_templates
+from megatron_lite.text.records import BadRecord
+from megatron_lite.text.tokenizer import HuggingFaceTokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+# ---- against transformers
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_and_tokens_are_those_of_transformers(model: Path, tmp_path: Path, name: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tokenizer_with(model, tmp_path / "t", TEMPLATES[name])
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = load_templates(folder, None, NOW)
+    tools = [
+        {"type": "function", "function": {"name": "f", "description": "<é> & 'q'", "parameters": {"b": 1, "a": None}}}
+    ]
+    for messages in (TALK, SYSTEM, TALK[:3], TALK[:1]):
+        if name == "mistral" and messages is SYSTEM:
+            continue
+        for asked in (None, tools) if name == "llama3" else (None,):
+            for prompt in (False, True):
+                text = theirs.apply_chat_template(messages, tools=asked, tokenize=False, add_generation_prompt=prompt)
+                assert ours.of(asked).render(messages, asked, prompt=prompt).text == text
+            ids = theirs.apply_chat_template(messages, tools=asked, tokenize=True, return_dict=True)["input_ids"]
+            assert encode(folder, messages, asked).ids.tolist() == ids
+
+
+def test_the_mask_is_that_of_transformers(model: Path, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tokenizer_with(model, tmp_path / "t", CHATML_MARKED)
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    for messages in (TALK, SYSTEM, [*TALK, *TALK]):
+        found = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        got = encode(folder, messages)
+        assert got.ids.tolist() == found["input_ids"] and got.mask.tolist() == found["assistant_masks"]
+        assert sum(found["assistant_masks"]) > 10
+
+
+# ---- what counts
+
+
+@pytest.mark.parametrize(
+    ("name", "answers"),
+    [
+        ("chatml", ["Paris, naïvely: 巴黎 😀.<|im_end|>", "Rome\n\nis it.<|im_end|>"]),
+        ("marked", ["Paris, naïvely: 巴黎 😀.<|im_end|>", "Rome\n\nis it.<|im_end|>"]),
+        ("llama3", ["Paris, naïvely: 巴黎 😀.<|eot|>", "Rome\n\nis it.<|eot|>"]),
+        ("mistral", [" Paris, naïvely: 巴黎 😀.</s>", " Rome\n\nis it.</s>"]),
+    ],
+)
+def test_turns_with_their_end_tokens_count_and_nothing_else(
+    model: Path, tmp_path: Path, name: str, answers: list[str]
+) -> None:
+    folder = tokenizer_with(model, tmp_path / "t", TEMPLATES[name])
+    example = encode(folder, TALK)
+    assert counted(folder, example) == answers and example.turns == example.ended == 2
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    assert (
+        example.ids.tolist() == tokenizer.encodings([load_templates(folder, None, NOW).plain.render(TALK).text])[0].ids
+    )
+    for special in ("<s>", "</s>"):  # the template's own, once
+        assert example.ids.tolist().count(SPECIAL.index(special)) <= tokenizer.decode(example.ids.tolist()).count(
+            special
+        )
+    # Borders are where generation starts from: the tokens of the rendered beginning are the first tokens of the whole.
+    template = load_templates(folder, None, NOW).plain
+    first = tokenizer.encodings([template.render(TALK[:1], prompt=True).text])[0].ids
+    assert (
+        example.ids[: len(first)].tolist() == first
+        and not example.mask[: len(first)].any()
+        and example.mask[len(first)]
+    )
+
+
+def test_a_token_across_a_border_is_refused(model: Path, tmp_path: Path) -> None:
+    """A line feed and the answer's own first one are one token: generation would never start behind the first."""
+    for name in ("chatml", "marked"):
+        folder = tokenizer_with(model, tmp_path / name, TEMPLATES[name])
+        talk = [TALK[0], {"role": "assistant", "content": "\nParis"}]
+        why = why_bad(folder, talk)
+        assert (
+            why.startswith("a token lies across the border of an assistant's turn")
+            and "assistant\\n' | '\\nParis" in why
+        )
+    spaced = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}</s>{% endfor %}"
+    talk = [TALK[0], {"role": "assistant", "content": "is the capital"}]
+    assert "a token lies across" in why_bad(tokenizer_with(model, tmp_path / "s", spaced), talk)
+
+
+def test_borders_are_those_of_tokenizing_every_beginning(model: Path, tmp_path: Path) -> None:
+    """Texts of pieces that like to merge, special tokens among them: the same mask, or the same refusal, as the long way."""
+    folder = tokenizer_with(model, tmp_path / "t", CHATML)
+    encoder, random = encoder_of(folder), np.random.default_rng(0)
+    template, tokenizer = encoder.templates.plain, encoder.tokenizer
+    refused = 0
+    for _ in range(150):
+        pieces = random.choice([" ", "\n", " is", "the", "é", "<|im_end|>", "assistant", "\n\n"], (4, 3))
+        talk = [{"role": ("user", "assistant")[i % 2], "content": "".join(p)} for i, p in enumerate(pieces)]
+        ids = tokenizer.encodings([template.render(talk).text])[0].ids
+        mask: list[int] | None = [0] * len(ids)
+        for k in (1, 3):
+            before, after = template.render(talk[:k], prompt=True).text, template.render(talk[: k + 1]).text
+            heads = [e.ids for e in tokenizer.encodings([before, after.removesuffix("\n")])]
+            if mask is None or any(ids[: len(head)] != head for head in heads):
+                mask = None
+            else:
+                mask[len(heads[0]) : len(heads[1])] = [1] * (len(heads[1]) - len(heads[0]))
+        found = encoder.encode([Conversation(talk)])[0]
+        refused += mask is None
+        assert (
+            isinstance(found, BadRecord) if mask is None else isinstance(found, Example) and found.mask.tolist() == mask
+        )
+    assert 10 < refused < 140
+
+
+def test_a_metaspace_tokenizer(tmp_path: Path) -> None:
+    """Pieces that begin with a space mark, put before a text and behind special tokens: the short way gives the long way's tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["▁user", "▁:", "▁hi", "▁there", "▁[INST]", "▁[/INST]", "▁you", "▁", *"▁abcdefghijklmnopqrstuvwxyz:[]/INST"]
+    for scheme in ("first", "always"):
+        folder = tmp_path / scheme
+        folder.mkdir()
+        pieces = [
+            ("<unk>", 0.0),
+            ("<s>", 0.0),
+            ("</s>", 0.0),
+            *((w, -float(i + 1)) for i, w in enumerate(dict.fromkeys(words))),
+        ]
+        fast = Tokenizer(models.Unigram(pieces, unk_id=0))
+        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+        fast.add_special_tokens(["<s>", "</s>"])
+        fast.save(str(folder / "tokenizer.json"))
+        facts = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": MISTRAL}
+        (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+        talk = [
+            {"role": r, "content": c}
+            for r, c in (("user", "hi"), ("assistant", "you there"), ("user", "you"), ("assistant", "hi"))
+        ]
+        example = encode(folder, talk)
+        tokenizer, template = HuggingFaceTokenizer(str(folder)), load_templates(folder, None, NOW).plain
+        for k in (1, 3):
+            before, after = (tokenizer.encodings([template.render(talk[:n]).text])[0].ids for n in (k, k + 1))
+            assert example.ids[: len(after)].tolist() == after and example.ids[: len(before)].tolist() == before
+            assert not example.mask[len(before) - 1] and example.mask[len(before) : len(after)].all()
+        assert example.turns == example.ended == 2
+
+
+def test_templates_that_change_their_mind_are_refused(model: Path, tmp_path: Path) -> None:
+    last = "{% for m in messages %}{% if loop.last %}LAST {% endif %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    folder = tokenizer_with(model, tmp_path / "t", last)
+    assert "renders the beginning of the conversation otherwise when it goes on (message 2)" in why_bad(folder, TALK)
+    folder = tokenizer_with(model, tmp_path / "u", MISTRAL)
+    assert "the template refuses it: roles must alternate" in why_bad(folder, SYSTEM)
+    folder = tokenizer_with(model, tmp_path / "v", "{{ messages[0].nothing.here }}")
+    assert "the template refuses it" in why_bad(folder, TALK)
+
+
+# ---- templates
+
+
+def test_the_sandbox() -> None:
+    for source in (
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.getcwd() }}",
+        "{% include 'x' %}",
+    ):
+        with pytest.raises(TemplateRefusal):
+            ChatTemplate(source, {}, NOW).render([{"role": "user", "content": "x"}])
+    with pytest.raises(ValueError, match=r"not Jinja: .* \(line 2\)"):
+        ChatTemplate("\n{% if %}", {}, NOW)
+
+
+def test_what_templates_may_use() -> None:
+    def render(source: str, messages: list[Any] | None = None) -> str:
+        return ChatTemplate(source, {"bos_token": "<s>"}, NOW).render(messages or [1, 2, 3]).text
+
+    assert render("{% for m in messages %}{% if m == 2 %}{% continue %}{% endif %}{{ m }}{% endfor %}") == "13"
+    assert render("{{ {'a': ['é<']} | tojson }} {{ bos_token }}{{ eos_token }}") == '{"a": ["é<"]} <s>'
+    assert render("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}") == '{\n "a": 2,\n "b": 1\n}'
+    assert render("{{ strftime_now('%d %b %Y') }}") == "06 May 2024"
+    macro = "{% macro g(x) %}{% generation %}{{ x }}!{% endgeneration %}{% endmacro %}"
+    source = macro + "{% set s %} {{ g(1) }}.{{ g(2) }} {% endset %}{{ s | trim }}"
+    marked = ChatTemplate(source, {}, NOW)
+    assert marked.marks and marked.render([]).text == "1!.2!" and marked.render([]).marked == ((0, 2), (3, 5))
+    nested = "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"
+    with pytest.raises(TemplateRefusal, match="inside each other"):
+        ChatTemplate(nested, {}, NOW).render([])
+
+
+def test_where_the_template_is_found(model: Path, tmp_path: Path) -> None:
+    folder = tokenizer_with(model, tmp_path / "t", "config")
+    given = tmp_path / "given.jinja"
+    given.write_text("given")
+    assert load_templates(folder, None, NOW).plain.render([]).text == "config"
+    (folder / "chat_template.jinja").write_text("file\n")
+    assert load_templates(folder, None, NOW).plain.render([]).text == "file"
+    assert load_templates(folder, given, NOW).plain.render([]).text == "given"
+    named = tokenizer_with(
+        model, tmp_path / "n", [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
+    )
+    found = load_templates(named, None, NOW)
+    assert found.of(None).render([]).text == "d" and found.of([1]).render([]).text == "t"
+    for template, message in ((None, "no chat template"), ([{"name": "rag", "template": "r"}], "named rag")):
+        with pytest.raises(ValueError, match=message):
+            load_templates(tokenizer_with(model, tmp_path / "e", template), None, NOW)
+
+
+# ---- records
+
+
+def test_records() -> None:
+    def messages(record: dict[str, Any], **keys: str) -> list[tuple[str, Any]]:
+        return [(m["role"], m["content"]) for m in conversation_of(record, Keys(**keys)).messages]
+
+    pair = [("user", "q"), ("assistant", "a")]
+    for record in (
+        {"prompt": "q", "completion": "a"}, {"instruction": "q", "output": "a"}, {"instruction": "q", "input": "", "output": "a"},
+        {"question": "q", "answer": "a"}, {"query": "q", "response": "a", "id": 3},
+        {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
+    ):  # fmt: skip
+        assert messages(record) == pair
+    assert messages({"instruction": "q", "input": "i", "output": "a"})[0] == ("user", "q\n\ni")
+    assert messages({"prompt": "q", "completion": "a", "system": "s"}) == [("system", "s"), *pair]
+    assert messages({"messages": "x", "frage": "q", "antwort": "a"}, prompt="frage", completion="antwort") == pair
+    assert conversation_of({"messages": [], "tools": [1]}, Keys()).tools == [1]
+    for bad, reason in (
+        ({"prompt": "q"}, "neither 'messages' nor"),
+        ({"text": "q"}, "neither 'messages' nor"),
+        ({"prompt": "q", "query": "r", "answer": "a"}, "several keys could be the prompt (prompt, query): name one with --prompt-key"),
+        ({"prompt": "q", "completion": 3}, "the value of 'completion' is a number, not a string"),
+        ({"messages": "x"}, "the value of 'messages' is not an array"),
+        ({"messages": ["x"]}, "a message is not an object"),
+        ({"messages": [{"role": "user", "content": 3}]}, "neither a string nor an array"),
+        ({"conversations": [{"from": "martian", "value": "q"}]}, "'from' nobody known"),
+        ({"messages": [], "tools": "x"}, "'tools' is not an array"),
+    ):  # fmt: skip
+        with pytest.raises(BadRecord) as caught:
+            conversation_of(bad, Keys())
+        assert reason in str(caught.value)

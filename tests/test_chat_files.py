@@ -1,0 +1,183 @@
+"""Files of conversations: both pairs, every record stored or counted, bad input, kills, workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chat_toys import CHATML, CHATML_MARKED, SYSTEM, TALK, encode, save_tokenizer, tokenizer_with
+
+from megatron_lite.cli.data import run as data
+from megatron_lite.data.index_format import prefix_paths
+from megatron_lite.data.index_writer import IndexedWriter
+from megatron_lite.data.indexed import IndexedDataset
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def lines(path: Path, records: list[Any]) -> Path:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return path
+
+
+def files(prefix: Path) -> dict[str, bytes]:
+    return {
+        p.name.removeprefix(prefix.name): p.read_bytes()
+        for q in ("", "_loss_mask")
+        for p in prefix_paths(f"{prefix}{q}")
+    }
+
+
+def chat(
+    capsys: pytest.CaptureFixture[str], source: Path, prefix: Path, folder: Path, *more: str
+) -> tuple[int, str, str]:
+    code = data(
+        ["chat", "--input", str(source), "--output-prefix", str(prefix), "--tokenizer-model", str(folder), *more]
+    )
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both pairs, the same for any number of workers; every record is stored or counted."""
+    folder = tokenizer_with(model, tmp_path / "t", CHATML)
+    long = [{"role": "user", "content": "word " * 400}, *TALK[1:]]
+    late = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "word " * 300}]
+    records = [
+        {"messages": TALK},
+        {"prompt": "q", "completion": "a"},
+        {"messages": []},
+        {"messages": TALK[:1]},
+        {"messages": long},
+    ]
+    records += [{"messages": late, "tools": [{"name": "f"}]}] + [
+        {"messages": SYSTEM, "n": i, "pad": "x" * 5000} for i in range(500)
+    ]
+    source = lines(tmp_path / "in.jsonl", records)
+    code, out, err = chat(capsys, source, tmp_path / "one", folder, "--seq-length", "200")
+    assert code == 0, err
+    assert "502 conversations" in out and "2 dropped: longer than a row" in out
+    assert "1 dropped: without messages" in out and "1 dropped: without an assistant's turn" in out
+    code, out, _ = chat(capsys, source, tmp_path / "cut", folder, "--seq-length", "200", "--too-long", "truncate")
+    assert code == 0 and "503 conversations" in out and "1 cut to 201 tokens" in out
+    assert (
+        "1 dropped: without a token that the loss counts" in out
+        and "1 with tools, which the template does not read" in out
+    )
+    assert chat(capsys, source, tmp_path / "two", folder, "--seq-length", "200", "--workers", "2")[0] == 0
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    tokens, mask = IndexedDataset(tmp_path / "one"), IndexedDataset(tmp_path / "one_loss_mask")
+    assert len(tokens) == 502 and tokens.lengths.tolist() == mask.lengths.tolist() and mask.dtype == np.uint8
+    example = encode(folder, TALK)
+    assert tokens.document(0).tolist() == example.ids.tolist() and mask.document(0).tolist() == example.mask.tolist()
+    code, _, err = chat(capsys, source, tmp_path / "one", folder)
+    assert code == 2 and "already there" in err
+    assert chat(capsys, source, tmp_path / "one", folder, "--overwrite")[0] == 0
+
+
+def test_bad_records(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tokenizer_with(model, tmp_path / "t", CHATML)
+    good = {"prompt": "q", "completion": "a"}
+    bad = [
+        '{"messages": 1}',
+        "[1]",
+        '{"prompt": "q", "completion": "\\ud800"}',
+        '{"prompt": "\\uFDD0", "completion": "a"}',
+    ]
+    bad.append(json.dumps({"prompt": "q", "completion": "\n\nx"}))
+    for number, line in enumerate(bad):
+        source = lines(tmp_path / "in.jsonl", [good, line, good])
+        code, _, err = chat(capsys, source, tmp_path / f"out{number}", folder)
+        assert code == 2 and "in.jsonl:2: " in err and line[:20] in err and not list(tmp_path.glob(f"out{number}*"))
+    code, out, _ = chat(
+        capsys,
+        lines(tmp_path / "in.jsonl", [good, *bad, good]),
+        tmp_path / "out",
+        folder,
+        "--skip-bad",
+        "--workers",
+        "2",
+    )
+    assert code == 0 and "2 conversations" in out and out.count(" bad: ") == len(bad)
+    code, _, err = chat(capsys, lines(tmp_path / "in.jsonl", ['{"messages": []}']), tmp_path / "none", folder)
+    assert code == 2 and "no conversations were written" in err and "1 dropped: without messages" in err
+    code, _, err = chat(
+        capsys, lines(tmp_path / "in.jsonl", [good]), tmp_path / "x", tokenizer_with(model, tmp_path / "u", None)
+    )
+    assert code == 2 and "--chat-template FILE" in err and not list(tmp_path.glob("x*"))
+
+
+def test_turns_without_an_end_token_are_told(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outside = (
+        CHATML_MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+        + "{{ strftime_now('%Y') }}"
+    )
+    folder = tokenizer_with(model, tmp_path / "t", outside)
+    source = lines(tmp_path / "in.jsonl", [{"messages": TALK}])
+    code, out, err = chat(capsys, source, tmp_path / "out", folder, "--date", "2023-01-02")
+    assert code == 0, err
+    assert "2 turns do not end with a special token" in out and "2023-01-02 in all conversations" in out
+
+
+def test_a_killed_run_leaves_nothing_that_opens(model: Path, tmp_path: Path) -> None:
+    folder = tokenizer_with(model, tmp_path / "t", CHATML)
+    source = lines(tmp_path / "in.jsonl", [{"messages": SYSTEM * 20}] * 3000)
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_lite",
+        "data",
+        "chat",
+        "--input",
+        str(source),
+        "--tokenizer-model",
+        str(folder),
+    ]
+    with subprocess.Popen([*command, "--output-prefix", str(tmp_path / "out")], stdout=subprocess.DEVNULL) as process:
+        while not (tmp_path / "out_loss_mask.bin.tmp").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGKILL)
+    left = sorted(os.listdir(tmp_path))
+    assert not [name for name in left if name.startswith("out") and not name.endswith(".tmp")], left
+    lines(source, [{"messages": TALK}])
+    done = subprocess.run(
+        [*command, "--output-prefix", str(tmp_path / "out")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.glob("*.tmp")) and len(IndexedDataset(tmp_path / "out")) == 1
+
+
+def test_no_tokens_without_their_mask(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the tokens cannot be published, neither is the mask; a mask left alone by a kill is replaced."""
+    folder = tokenizer_with(model, tmp_path / "t", CHATML)
+    source = lines(tmp_path / "in.jsonl", [{"messages": TALK}])
+    finish = IndexedWriter.finish
+
+    def fail(writer: IndexedWriter) -> Any:
+        if not writer.prefix.endswith("_loss_mask"):
+            raise OSError(28, "No space left on device")
+        return finish(writer)
+
+    monkeypatch.setattr(IndexedWriter, "finish", fail)
+    assert chat(capsys, source, tmp_path / "out", folder)[0] == 1
+    assert not list(tmp_path.glob("out*"))
+    monkeypatch.undo()
+    with IndexedWriter(tmp_path / "out_loss_mask", dtype="uint8") as writer:
+        writer.add_document([1, 1])
+    assert chat(capsys, source, tmp_path / "out", folder)[0] == 0
+    assert IndexedDataset(tmp_path / "out_loss_mask").num_tokens == IndexedDataset(tmp_path / "out").num_tokens

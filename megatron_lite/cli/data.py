@@ -14,6 +14,8 @@ from megatron_lite.config.problem import nearest_name
 SUBCOMMANDS: dict[str, str] = {
     "preprocess": "tokenize text into an indexed dataset (tools/preprocess_data.py)",
     "clean": "clean text by the steps of a YAML file: rules, de-duplication, masking",
+    "drift": "whether a corpus has moved away from another one, and in what",
+    "index": "orders of samples and copies of a run's data, made ahead of its start",
     "chat": "conversations into token files with a loss mask, for fine-tuning",
 }
 

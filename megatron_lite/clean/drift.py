@@ -1,0 +1,247 @@
+"""Drift: whether a corpus still looks like a reference, in three numbers of its documents.
+
+Length (bytes of UTF-8), compression ratio (bytes for each byte that zlib makes of them: repetition) and entropy of the
+tokens (bits; by default the tokens are bytes) are compared by the two-sample Kolmogorov-Smirnov statistic D, the largest
+distance between the two distribution functions: 0 is none, 1 is all. The threshold is on D. The probability p of the usual
+test asks whether the difference can be chance; with millions of documents it never is, and p is 0 however small the
+difference. Chance alone makes D 1.95 * sqrt(1/n + 1/m) once in a thousand comparisons, 0.04 for samples of 5,000: where
+samples are so small that this is above the threshold, it is the threshold.
+
+Samples are fixed: of each corpus the documents whose text has the smallest keyed hashes. They do not depend on order,
+workers or parts, and the same document is taken again when it comes back.
+
+As a step of a pipeline (``drift``) it drops nothing; put at the end, it says in the report what moved. A profile (the numbers
+of a sample, ``megatron-lite data drift --save-profile``) serves as a reference without its corpus.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_lite.clean.config import Keys
+from megatron_lite.clean.documents import read_block
+from megatron_lite.clean.step import Document, Facts, LocalStep
+from megatron_lite.text.inputs import InputOptions, expand_inputs, open_input
+
+FEATURES = ("length", "compression ratio", "token entropy")
+PROFILE = ".drift.json"
+_KEY = b"megatron-lite drift sample"
+Row = tuple[int, float, float, float]  # hash, and the features
+Tokens = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class DriftOptions:
+    """Options of the step ``drift``."""
+
+    reference: str
+    """What to compare with: a file of a corpus, or a profile (``.drift.json``)."""
+    text_key: str = "text"
+    """Field of the reference's records that holds the text."""
+    threshold: float = 0.1
+    """Largest D that is no drift."""
+    sample: int = 5000
+    """Documents of each corpus that are compared."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The comparison of one feature.
+
+    Attributes:
+        feature: one of :data:`FEATURES`.
+        d: the statistic.
+        reference, new: medians.
+    """
+
+    feature: str
+    d: float
+    reference: float
+    new: float
+
+
+class Sample:
+    """The documents of a corpus with the smallest hashes.
+
+    Args:
+        size: how many.
+        tokens: ids of a text, for the entropy; None: its bytes.
+    """
+
+    def __init__(self, size: int, tokens: Tokens | None = None) -> None:
+        self.size, self.tokens = size, tokens
+        self.rows: list[Row] = []
+        self.largest = 1 << 64  # of the hashes that are kept, once there are enough
+
+    def add(self, text: str) -> None:
+        """Look at a document."""
+        data = text.encode("utf-8")
+        key = int.from_bytes(hashlib.blake2b(data, digest_size=8, key=_KEY).digest(), "big")
+        if data and key <= self.largest:
+            self.rows.append((key, *features(data, self.tokens(text) if self.tokens is not None else None)))
+            if len(self.rows) >= 2 * self.size:
+                self.cut()
+
+    def cut(self) -> list[Row]:
+        """The rows of the sample as far as it has come, in the order of their hashes."""
+        self.rows = smallest(self.rows, self.size)
+        if len(self.rows) == self.size:
+            self.largest = self.rows[-1][0]
+        return self.rows
+
+
+def smallest(rows: Iterable[Row], size: int) -> list[Row]:
+    """The rows with the smallest hashes, in their order."""
+    return heapq.nsmallest(size, rows)
+
+
+def features(data: bytes, tokens: Sequence[int] | None = None) -> tuple[float, float, float]:
+    """Length (bytes), compression ratio, entropy of the tokens (bits) of a text that is not empty.
+
+    Args:
+        data: the text in UTF-8.
+        tokens: its ids; None: the bytes are the tokens.
+    """
+    ids = np.frombuffer(data, dtype=np.uint8) if tokens is None else np.asarray(tokens, dtype=np.int64)
+    _, counts = np.unique(ids, return_counts=True)
+    shares = counts / max(1, counts.sum())
+    entropy = float(-(shares * np.log2(shares)).sum())
+    return float(len(data)), len(data) / len(zlib.compress(data, 6)), max(0.0, entropy)
+
+
+def limit(threshold: float, reference: int, new: int) -> float:
+    """The largest D that is no drift, for samples of these sizes: no less than chance gives once in a thousand comparisons
+    of samples from one corpus (Smirnov 1948)."""
+    return max(threshold, 1.95 * math.sqrt(1 / reference + 1 / new))
+
+
+def compare(reference: Sequence[Row], new: Sequence[Row]) -> list[Moved]:
+    """The statistic of each feature; the most moved feature first.
+
+    Raises:
+        ValueError: a sample is empty.
+    """
+    from scipy.stats import ks_2samp
+
+    if not reference or not new:
+        raise ValueError(f"nothing to compare: {len(reference)} documents in the reference, {len(new)} new ones")
+    found = []
+    for column, feature in enumerate(FEATURES, 1):
+        a, b = (np.array([row[column] for row in rows]) for rows in (reference, new))
+        d = float(ks_2samp(a, b, method="asymp").statistic)
+        found.append(Moved(feature, d, float(np.median(a)), float(np.median(b))))
+    return sorted(found, key=lambda moved: -moved.d)
+
+
+def sample_of(paths: Sequence[str], size: int, keys: Keys, tokens: Tokens | None = None) -> list[Row]:
+    """The sample of a corpus, or of a profile if that is the only path.
+
+    Raises:
+        ValueError: a file that cannot be read, a bad record, a profile of other samples.
+    """
+    if len(paths) == 1 and paths[0].endswith(PROFILE):
+        return load_profile(paths[0], size)
+    sample = Sample(size, tokens)
+    for number, path in enumerate(expand_inputs(paths, "drift")):
+        for block in open_input(path, InputOptions(keys=(keys.text_key,))):
+            for document in read_block(number, block, 0, keys, skip_bad=False).documents:
+                sample.add(document.text)
+    return sample.cut()
+
+
+def save_profile(path: str, rows: Sequence[Row], size: int) -> None:
+    """Write a sample: JSON with its numbers, no text."""
+    Path(path).write_text(json.dumps({"features": FEATURES, "size": size, "rows": rows}) + "\n", encoding="utf-8")
+
+
+def load_profile(path: str, size: int) -> list[Row]:
+    """Read one; its ``size`` smallest hashes.
+
+    Raises:
+        ValueError: it is none, or of a smaller sample.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows = [(int(key), float(a), float(b), float(c)) for key, a, b, c in data["rows"]]
+        same, has = data["features"] == list(FEATURES), int(data["size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no profile of a corpus ({error}): make one with data drift --save-profile") from None
+    if not same or has < size:
+        raise ValueError(f"{path} is a profile of {has} documents with {', '.join(data['features'])}: asked for is a sample of {size}")
+    return smallest(rows, size)
+
+
+class Drift(LocalStep):
+    """See the head of this file."""
+
+    name = "drift"
+    Options = DriftOptions
+
+    def __init__(self, options: DriftOptions) -> None:
+        super().__init__(options)
+        self.sample = Sample(options.sample)
+
+    def apply(self, documents: Sequence[Document]) -> None:
+        """Look at the documents; none changes."""
+        for document in documents:
+            self.sample.add(document.text)
+
+    def take_notes(self) -> list[Row] | None:
+        """Documents that may belong to the sample. What this process has seen before keeps most others out."""
+        rows = self.sample.cut()
+        seen, self.sample.rows = rows, []
+        return seen or None
+
+    @staticmethod
+    def merge_notes(options: DriftOptions, left: list[Row], right: list[Row]) -> list[Row]:
+        """The smallest hashes of both."""
+        return smallest([tuple(row) for row in (*left, *right)], options.sample)  # type: ignore[misc]
+
+    @staticmethod
+    def facts(options: DriftOptions, notes: list[Row] | None) -> Facts:
+        """D of each feature, and a warning for those above the threshold."""
+        facts = Facts()
+        new = smallest([tuple(row) for row in notes or []], options.sample)  # type: ignore[misc]
+        reference = sample_of([options.reference], options.sample, Keys(options.text_key))
+        facts.numbers = {"documents compared, reference": len(reference), "documents compared, new": len(new)}
+        if not new or not reference:
+            facts.warnings.append("drift: one of the corpora is empty, nothing was compared")
+            return facts
+        most = limit(options.threshold, len(reference), len(new))
+        for moved in compare(reference, new):
+            facts.numbers[f"D of {moved.feature}"] = round(moved.d, 4)
+            if moved.d > most:
+                facts.warnings.append(sentence(moved, most))
+        return facts
+
+    @staticmethod
+    def problems(options: DriftOptions) -> list[str]:
+        """Numbers out of range."""
+        found = []
+        if not 0 < options.threshold < 1:
+            found.append(f"threshold {options.threshold:g}: D is between 0 and 1")
+        if options.sample < 10:
+            found.append(f"sample {options.sample}: at least 10 documents")
+        return found
+
+    @staticmethod
+    def files(options: DriftOptions) -> Sequence[str]:
+        """The reference."""
+        return [options.reference]
+
+
+def sentence(moved: Moved, most: float) -> str:
+    """What moved, in words."""
+    return (
+        f"drift: {moved.feature} moved, D {moved.d:.3f} is above {most:.3g} "
+        f"(median {moved.reference:.4g} in the reference, {moved.new:.4g} now)"
+    )

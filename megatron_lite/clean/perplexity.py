@@ -1,0 +1,174 @@
+"""The step ``perplexity``: keeps documents that a language model finds neither too likely nor too unlikely.
+
+The measure is bits per byte of UTF-8, not perplexity per token: its bounds mean the same for every tokenizer. Bounds are a
+band for each language. From below, since text that a model foretells is boilerplate and repetition; "perplexity below
+100", without a language, a tokenizer or a lower bound, keeps that and drops good text (2^(bits per byte * bytes per token)
+is the perplexity per token). English prose has about 0.8 to 1.3 bits per byte for a good model, 2 and more for a small one:
+score a sample first (the report's histogram) and place the band by it.
+
+Scorers: a KenLM file (Heafield 2011), whose package is installed by hand, over words, or over the pieces of a SentencePiece
+model as CCNet does (Wenzek et al. 2019, arXiv:1911.00359); or a small model that this project has trained.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.clean.step import Document, Facts, LocalStep
+
+CHECKPOINT = "checkpoint:"
+ANY = "any"
+_WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
+_BIN = 0.25  # bits per byte, of the histogram
+_BINS = 40
+
+
+@dataclass(frozen=True)
+class PerplexityOptions:
+    """Options of the step ``perplexity``."""
+
+    scorer: str
+    """``checkpoint:DIR``, where DIR is the ``--save`` of a run of this project, or a KenLM file (.arpa, .bin). ``{language}`` in
+    the name of a KenLM file stands for the code of each language of ``bands``."""
+    bands: dict[str, list[float]] = field(default_factory=dict)
+    """Least and largest bits per byte of a language, as in ``en: [0.6, 1.6]``; the language ``any`` is all others. Documents
+    of a language without a band pass and are counted. Empty: nothing is dropped, the report shows the histogram."""
+    sentencepiece: str = ""
+    """SentencePiece model whose pieces the KenLM file was made from, ``{language}`` as above; empty: words between spaces,
+    Chinese and Japanese by character."""
+    first_characters: int = 4096
+    """Only the beginning of a longer text is scored."""
+
+
+class Perplexity(LocalStep):
+    """See the head of this file."""
+
+    name = "perplexity"
+    Options = PerplexityOptions
+
+    def __init__(self, options: PerplexityOptions) -> None:
+        super().__init__(options)
+        self.bands = {code: (float(low), float(high)) for code, (low, high) in options.bands.items()}
+        self.scorers = _scorers(options, self.bands)
+        self.bins: dict[str, list[int]] = {}
+
+    def apply(self, documents: Sequence[Document]) -> None:
+        """Drop what is outside of its band."""
+        for document in documents:
+            code = document.language if document.language in self.bands else ANY
+            scorer = self.scorers.get(code, self.scorers.get(ANY))
+            band = self.bands.get(code, (0.0, math.inf) if not self.bands else None)
+            if band is None or scorer is None:
+                self.count("documents in a language without a band")
+                continue
+            text = document.text[: self.options.first_characters]
+            score = scorer(text) / len(text.encode("utf-8"))
+            bins = self.bins.setdefault(document.language or "unknown", [0] * _BINS)
+            bins[min(int(score / _BIN), _BINS - 1)] += 1
+            if score < band[0]:
+                document.dropped = "too few bits per byte"
+            elif score > band[1]:
+                document.dropped = "too many bits per byte"
+
+    def take_notes(self) -> dict[str, list[int]] | None:
+        """Documents of each language in each bin of bits per byte."""
+        bins, self.bins = self.bins, {}
+        return bins or None
+
+    @staticmethod
+    def merge_notes(options: Any, left: dict[str, list[int]], right: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Sums."""
+        none = [0] * _BINS
+        return {
+            code: [a + b for a, b in zip(left.get(code, none), right.get(code, none), strict=True)]
+            for code in sorted({*left, *right})
+        }
+
+    @staticmethod
+    def facts(options: Any, notes: dict[str, list[int]] | None) -> Facts:
+        """Histograms of bits per byte."""
+        facts = Facts()
+        for code, bins in (notes or {}).items():
+            used = [n for n, count in enumerate(bins) if count]
+            facts.histograms[f"bits per byte, {code}"] = {
+                f"{n * _BIN:.2f}" + (" and more" if n == _BINS - 1 else ""): bins[n] for n in range(used[0], used[-1] + 1)
+            }
+        return facts
+
+    @staticmethod
+    def problems(options: PerplexityOptions) -> list[str]:
+        """Bands that are none, a package or file that is missing."""
+        found = []
+        for code, band in options.bands.items():
+            numbers = isinstance(band, list) and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in band)
+            if not numbers or len(band) != 2 or not 0 <= band[0] < band[1]:
+                found.append(f"bands.{code} {band!r}: expected [least, largest] bits per byte, as in [0.6, 1.6]")
+        if options.first_characters < 1:
+            found.append(f"first_characters {options.first_characters}: at least 1")
+        if options.scorer.startswith(CHECKPOINT):
+            directory = options.scorer.removeprefix(CHECKPOINT)
+            if not os.path.isdir(directory):
+                found.append(f"scorer {options.scorer}: {directory or 'no name'} is no directory; give the --save of a run")
+            if options.sentencepiece:
+                found.append("sentencepiece: only with a KenLM file; a checkpoint has a tokenizer of its own")
+        elif importlib.util.find_spec("kenlm") is None:
+            found.append(f"scorer {options.scorer}: KenLM files need the package kenlm: pip install kenlm")
+        if "{language}" in options.scorer and (not options.bands or ANY in options.bands):
+            found.append(f"scorer {options.scorer}: {{language}} needs a band for each language, and none for '{ANY}'")
+        return found
+
+    @staticmethod
+    def files(options: PerplexityOptions) -> Sequence[str]:
+        """KenLM files and SentencePiece models."""
+        if options.scorer.startswith(CHECKPOINT):
+            return []
+        names = [options.scorer, *([options.sentencepiece] if options.sentencepiece else [])]
+        return sorted({name.replace("{language}", code) for name in names for code in options.bands or [ANY]})
+
+
+def _scorers(options: PerplexityOptions, bands: Mapping[str, object]) -> dict[str, Callable[[str], float]]:
+    """Language, or ``any`` -> function that gives a text's bits."""
+    if options.scorer.startswith(CHECKPOINT):
+        from megatron_lite.train.score import CheckpointScorer
+
+        return {ANY: CheckpointScorer(Path(options.scorer.removeprefix(CHECKPOINT))).bits}
+    if "{language}" not in options.scorer:
+        return {ANY: KenlmScorer(options.scorer, options.sentencepiece).bits}
+    return {
+        code: KenlmScorer(options.scorer.replace("{language}", code), options.sentencepiece.replace("{language}", code)).bits
+        for code in bands
+    }
+
+
+class KenlmScorer:
+    """Scores texts line by line with a KenLM file.
+
+    Args:
+        path: .arpa or .bin.
+        sentencepiece: model whose pieces are its words, or "".
+    """
+
+    def __init__(self, path: str, sentencepiece: str) -> None:
+        self.model: Any = importlib.import_module("kenlm").Model(path)  # installed by hand, known to no type checker
+        self.pieces: Any = None
+        if sentencepiece:
+            import sentencepiece as library
+
+            self.pieces = library.SentencePieceProcessor(model_file=sentencepiece)
+
+    def bits(self, text: str) -> float:
+        """Minus the binary logarithm of the text's probability."""
+        total = 0.0
+        for line in text.split("\n"):
+            if line.strip():
+                words = self.pieces.encode(line, out_type=str) if self.pieces is not None else _WORDS.findall(line)
+                total -= self.model.score(" ".join(words), bos=True, eos=True)
+        return total * math.log2(10)

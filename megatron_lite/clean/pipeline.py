@@ -24,7 +24,7 @@ from megatron_lite.clean.config import SAVED_BY, Pipeline, StepConfig
 from megatron_lite.clean.counts import StageCounts
 from megatron_lite.clean.pipeline_keys import Decider, KeyFiles, decide_bucket, decide_now, gather_drops
 from megatron_lite.clean.pipeline_output import Output, dropped_spool, merge_dropped
-from megatron_lite.clean.pipeline_stage import Block, Done, Stage, StageWorker, StepFailed, cut
+from megatron_lite.clean.pipeline_stage import Block, Done, Stage, StepFailed, Worker, cut
 from megatron_lite.clean.pipeline_work import WorkDirectory, digest, file_state
 from megatron_lite.clean.report import as_json, report_data
 from megatron_lite.clean.report_html import as_html
@@ -81,7 +81,7 @@ def shares(inputs: Sequence[Path], reading: InputOptions, part: int, parts: int)
         if length is None:
             if low <= middle < high or (part == parts and middle == total):
                 found.append((number, 0, None))
-        elif low < end and high > before:
+        elif size and low < end and high > before:
             start = max(low - before, 0) * length // size
             stop = None if high >= end else (high - before) * length // size
             if stop is None or start < stop:
@@ -106,7 +106,7 @@ def input_blocks(
             if isinstance(block, Lines):
                 block = replace(block, first=block.first + skipped)
                 end = block.first + block.data.count(b"\n")
-            yield Block(number, base, block)
+            yield Block(0, number, base, block)
 
 
 class Run:
@@ -132,6 +132,8 @@ class Run:
         self.alone = options.parts == 1
         self.stages = cut(pipeline, self.alone, options.keep_dropped is not None, options.skip_bad)
         self.work = WorkDirectory(options.work or output.with_name(f"{output.name}.work"), options.part, options.parts)
+        self._worker = Worker(self.stages, self.work)
+        self._pool: OrderedPool | None = None
         self.html = output.with_name(f"{output.name}.html")
         self.documents = Output(output, self.work, options.shard_bytes)
         self.dropped = (
@@ -169,23 +171,24 @@ class Run:
         self._check_outputs(known_as)
         if self.documents.is_complete(known_as):
             return None
-        self.work.open(plan)
         try:
-            for stage in self.stages:
-                self._run_part(stage)
-                self._decide(stage)
-            last = len(self.stages)
-            if self.dropped is not None:
-                merge_dropped(self.work, last, self.dropped.shard_bytes if self.alone else UNCUT)
-                last += 1
-            self.work.wait_for_parts(last - 1, self.options.wait, self.say)
-            return self._finish(known_as)
+            with self.work.joined(plan), ExitStack() as stack:
+                if self.options.workers > 1:
+                    make = partial(Worker, self.stages, self.work)
+                    self._pool = stack.enter_context(OrderedPool(self.options.workers, make))
+                for stage in self.stages:
+                    self._run_part(stage)
+                    self._decide(stage)
+                last = len(self.stages)
+                if self.dropped is not None:
+                    merge_dropped(self.work, last, self.dropped.shard_bytes if self.alone else UNCUT)
+                    last += 1
+                self.work.wait_for_parts(last - 1, self.options.wait, self.say)
+                return self._finish(known_as)
         except BadInput:
             if self.alone:
                 shutil.rmtree(self.work.path, ignore_errors=True)
             raise
-        finally:
-            self.work.close()
 
     def _run_part(self, stage: Stage) -> None:
         """Take this part's documents through a stage, unless that has been done."""
@@ -194,29 +197,29 @@ class Run:
             with self.work.finishing(directory) as draft:
                 counts = self._run_stage(stage, draft)
                 write_whole(draft / "counts.json", json.dumps(plain(counts)).encode())
+        self.work.drops(stage.number).unlink(missing_ok=True)
         if stage.number:  # what the stage before left has been read
             shutil.rmtree(self.work.part_directory(stage.number - 1) / "documents", ignore_errors=True)
 
     def _run_stage(self, stage: Stage, draft: Path) -> StageCounts:
         counts, options = StageCounts(), self.options
-        scratch, drops = self.work.scratch(stage.number), None
         if stage.applied is not None:
             before = self.counts(stage.number - 1, options.part)
             kind: Any = self.pipeline.steps[stage.applied].kind
             decided = self.work.decided(stage.number - 1, kind.buckets)
-            gather_drops(decided, before.first, before.last, drops := draft / "drops")
+            gather_drops(decided, before.first, before.last, self.work.drops(stage.number))
         keyed = None if stage.keyed is None else self.pipeline.steps[stage.keyed]
         (draft / "documents").mkdir()
         with ExitStack() as stack:
             shard_bytes = options.shard_bytes if stage.last and self.alone else UNCUT
             writer = stack.enter_context(ShardWriter(draft / "documents", shard_bytes))
             dropped = stack.enter_context(dropped_spool(draft)) if stage.keep_dropped else None
-            decider = Decider(keyed, scratch) if keyed is not None and stage.decides else None
+            decider = Decider(keyed, self.work.scratch(stage.number)) if keyed is not None and stage.decides else None
             files = None
             if keyed is not None and decider is None:
                 kind = keyed.kind
                 files = stack.enter_context(KeyFiles(draft / "keys", kind.buckets))
-            for done in self._results(stage, partial(StageWorker, stage, scratch, drops), stack):
+            for done in self._results(stage):
                 if decider is not None:
                     decide_now(stage, decider, done)
                 if files is not None and done.keys is not None:
@@ -233,7 +236,7 @@ class Run:
                 counts.decided[stage.keyed] = found
         return counts
 
-    def _results(self, stage: Stage, make: Callable[[], StageWorker], stack: ExitStack) -> Iterator[Done]:
+    def _results(self, stage: Stage) -> Iterator[Done]:
         """What workers make of the stage's documents, in order. Raises BadInput, StepFailed."""
         options = self.options
         if stage.number == 0:
@@ -241,11 +244,12 @@ class Run:
             blocks = input_blocks(self.inputs, pieces, options.reading)
         else:
             spool = self.work.part_directory(stage.number - 1) / "documents" / shard_name(0)
-            blocks = (Block(spool=data) for data in FrameReader(spool).read_frames()) if spool.exists() else iter(())
-        if options.workers == 1:
-            results: Iterator[Done] = map(make(), blocks)
-        else:
-            results = stack.enter_context(OrderedPool(options.workers, make)).map(blocks)
+            blocks = (
+                (Block(stage.number, spool=data) for data in FrameReader(spool).read_frames())
+                if spool.exists()
+                else iter(())
+            )
+        results = map(self._worker, blocks) if self._pool is None else self._pool.map(blocks)
         try:
             yield from self._telling(stage, results)
         except WorkerFailed as error:

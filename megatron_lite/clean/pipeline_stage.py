@@ -17,6 +17,7 @@ import numpy as np
 from megatron_lite.clean.config import Keys, Pipeline, StepConfig
 from megatron_lite.clean.counts import StageCounts
 from megatron_lite.clean.documents import dropped_line, output_line, read_block, read_spool, spool_line
+from megatron_lite.clean.pipeline_work import WorkDirectory
 from megatron_lite.clean.step import CorpusStep, Document, LocalStep, place_of
 from megatron_lite.text import inputs
 from megatron_lite.text.records import BadInput
@@ -97,9 +98,11 @@ class Block:
     """Documents for a worker: a block of the ``file``-th input, or of the spool of the stage before.
 
     Attributes:
+        stage: number of the stage to take it through.
         base: records of the input before those that the block's numbers count.
     """
 
+    stage: int
     file: int = 0
     base: int = 0
     block: inputs.Block | None = None
@@ -168,11 +171,10 @@ class StageWorker:
 
     Args:
         stage: which.
-        scratch: directory for the corpus step whose keys come last.
-        drops: file of :data:`DROPS` for ``stage.applied``.
+        work: the run's directory.
     """
 
-    def __init__(self, stage: Stage, scratch: Path, drops: Path | None = None) -> None:
+    def __init__(self, stage: Stage, work: WorkDirectory) -> None:
         self._stage = stage
         self._local: list[tuple[int, LocalStep]] = []
         for position in stage.local:
@@ -180,8 +182,8 @@ class StageWorker:
             assert isinstance(step, LocalStep)
             self._local.append((position, step))
         self._applied = None if stage.applied is None else corpus_step(stage.step(stage.applied))
-        self._keyed = None if stage.keyed is None else corpus_step(stage.step(stage.keyed), scratch)
-        self._drops = np.empty(0, DROPS) if drops is None else read_array(drops, DROPS)
+        self._keyed = None if stage.keyed is None else corpus_step(stage.step(stage.keyed), work.scratch(stage.number))
+        self._drops = np.empty(0, DROPS) if stage.applied is None else read_array(work.drops(stage.number), DROPS)
 
     def __call__(self, block: Block) -> Done:
         """Take one block through the stage. Raises StepFailed."""
@@ -234,6 +236,20 @@ class StageWorker:
         kept, dropped = counts.left(documents, self._stage.label(position))
         done.take_dropped(self._stage, position, dropped)
         return kept
+
+
+class Worker:
+    """What a worker process does: it takes blocks through the stages that they are for, one after the other."""
+
+    def __init__(self, stages: Sequence[Stage], work: WorkDirectory) -> None:
+        self._stages, self._work = list(stages), work
+        self._current: tuple[int, StageWorker] | None = None
+
+    def __call__(self, block: Block) -> Done:
+        """As of :class:`StageWorker`."""
+        if self._current is None or self._current[0] != block.stage:
+            self._current = block.stage, StageWorker(self._stages[block.stage], self._work)
+        return self._current[1](block)
 
 
 def corpus_step(config: StepConfig, scratch: Path | None = None) -> CorpusStep:

@@ -19,9 +19,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megatron_lite.clean.shards import write_whole
 
@@ -40,20 +41,22 @@ class PartsMissing(RuntimeError):
         self.parts = list(parts)
 
 
+@dataclass(frozen=True)
 class WorkDirectory:
     """The work directory, from one part's side.
 
-    Args:
+    Attributes:
         path: of the directory.
         part, parts: which one this is, from 1, and of how many.
     """
 
-    def __init__(self, path: Path, part: int, parts: int) -> None:
-        self.path, self.part, self.parts = path, part, parts
-        self._lock: IO[str] | None = None
+    path: Path
+    part: int
+    parts: int
 
-    def open(self, plan: Mapping[str, Any]) -> None:
-        """Join the run that works here, or begin it.
+    @contextmanager
+    def joined(self, plan: Mapping[str, Any]) -> Iterator[None]:
+        """Be the one process that works at this part, in the run that works here; or begin that run.
 
         Raises:
             PlanDiffers: it is another run's.
@@ -70,18 +73,16 @@ class WorkDirectory:
             raise PlanDiffers(
                 f"{self.path} belongs to a run with other options or inputs:\n  {lines}\nto start over, remove it"
             )
-        self._lock = open(self.path / f"part-{self.part}.lock", "w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FileExistsError(f"{self.path}: another process works at part {self.part} of {self.parts}") from None
-        except OSError:
-            pass  # a file system without locks
-
-    def close(self) -> None:
-        """Let go of the part."""
-        if self._lock is not None:
-            self._lock.close()
+        with open(self.path / f"part-{self.part}.lock", "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FileExistsError(
+                    f"{self.path}: another process works at part {self.part} of {self.parts}"
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            yield
 
     def part_directory(self, stage: int, part: int | None = None) -> Path:
         """Where a part (this one) leaves its work of a stage."""
@@ -100,6 +101,10 @@ class WorkDirectory:
         path = self.path / f"stage-{stage}" / "scratch"
         path.mkdir(parents=True, exist_ok=True)
         return path
+
+    def drops(self, stage: int) -> Path:
+        """The file of what an earlier corpus step drops of this part's documents, for a stage that begins with that."""
+        return self.path / f"stage-{stage}" / f"drops-{self.part}"
 
     @contextmanager
     def finishing(self, directory: Path) -> Iterator[Path]:

@@ -1,0 +1,317 @@
+"""Cleaning pipelines: the same bytes whatever the workers, the parts and the moments at which a run was killed."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clean_pipelines import Once, files_of, killed_at, lines_of, one_run, pipeline, plain_loop, records, silent, write_corpus
+from selectolax.lexbor import LexborHTMLParser
+
+from megatron_lite.clean.config import Pipeline, StepConfig
+from megatron_lite.clean.pipeline import Run, RunOptions, shares
+from megatron_lite.clean.pipeline_stage import StepFailed
+from megatron_lite.clean.pipeline_work import PartsMissing, PlanDiffers
+from megatron_lite.clean.step import CorpusOptions, LocalStep
+from megatron_lite.text.inputs import InputOptions
+from megatron_lite.text.records import BadInput
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: list[Path]) -> Path:
+    """The output of one run with one part and one worker."""
+    directory = tmp_path_factory.mktemp("whole")
+    one_run(directory, corpus)
+    return directory
+
+
+def test_the_output_is_that_of_a_plain_loop(corpus: list[Path], whole: Path) -> None:
+    everything = records(corpus)
+    wanted = plain_loop(everything)
+    assert 50 < len(wanted) < len(everything) - 50
+    assert lines_of(whole / "out") == wanted
+    report = json.loads((whole / "report.json").read_text())
+    assert report["total"]["documents_out"] == len(wanted)
+    assert report["records"]["read"] == len(everything)
+    empty = sum(not r["text"].strip() for r in everything)
+    assert report["records"]["empty"] == empty > 0
+    assert len(lines_of(whole / "dropped")) == len(everything) - empty - len(wanted)
+    assert not list(whole.glob("*.work")) and not list(whole.rglob("*tmp*"))
+
+
+def test_dropped_documents_have_reason_and_step_in_the_order_of_the_corpus(corpus: list[Path], whole: Path) -> None:
+    dropped, report = lines_of(whole / "dropped"), json.loads((whole / "report.json").read_text())
+    for step in report["steps"]:
+        reasons: dict[str, int] = {}
+        for record in dropped:
+            if record["step"] == step["step"]:
+                reasons[record["dropped"]] = reasons.get(record["dropped"], 0) + 1
+        assert reasons == step["reasons"]
+    assert sum(sum(step["reasons"].values()) for step in report["steps"]) == len(dropped)
+    places = {json.dumps([r["id"], r["meta"]]): n for n, r in enumerate(records(corpus))}
+    assert len(places) < len(records(corpus))  # ids begin anew in each file
+    order = [r["id"] for r in dropped]
+    assert sum(a > b for a, b in zip(order, order[1:], strict=False)) == 3  # once for each file after the first
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_change_nothing(tmp_path: Path, corpus: list[Path], whole: Path, workers: int) -> None:
+    one_run(tmp_path, corpus, workers=workers)
+    assert files_of(tmp_path) == files_of(whole)
+
+
+@pytest.mark.parametrize(("parts", "workers"), [(2, 1), (5, 1), (13, 1), (2, 3)])
+def test_parts_change_nothing(tmp_path: Path, corpus: list[Path], whole: Path, parts: int, workers: int) -> None:
+    """Parts are started in any order, again and again until the output is there."""
+    order, ended = [*range(parts, 0, -2), *range(parts - 1, 0, -2)], 0
+    while not (tmp_path / "out").exists():
+        for part in order:
+            try:
+                one_run(tmp_path, corpus, part, parts, workers=workers)
+            except PartsMissing as missing:
+                assert missing.parts and part not in missing.parts
+            ended += 1
+        assert ended < 5 * parts
+    assert one_run(tmp_path, corpus, order[0], parts) is None  # complete already
+    assert files_of(tmp_path) == files_of(whole)
+
+
+def test_blocks_of_any_size_change_nothing(tmp_path: Path, corpus: list[Path], whole: Path) -> None:
+    one_run(tmp_path, corpus, reading=InputOptions(block_bytes=90, whole=True))
+    assert files_of(tmp_path) == {name: data.replace(*plans(whole, tmp_path)) for name, data in files_of(whole).items()}
+
+
+def plans(*directories: Path) -> list[bytes]:
+    return [json.loads((d / "out/.index/shards.json").read_text())["plan"].encode() for d in directories]
+
+
+def test_shares_hold_every_line_once(tmp_path: Path, corpus: list[Path]) -> None:
+    sizes = [path.stat().st_size for path in corpus]
+    for parts in range(1, 12):
+        found = [piece for part in range(1, parts + 1) for piece in shares(corpus, InputOptions(), part, parts)]
+        for number, size in enumerate(sizes):
+            pieces = [piece for piece in found if piece[0] == number]
+            if size:
+                assert pieces[0][1] == 0 and pieces[-1][2] is None
+            assert all(a[2] == b[1] for a, b in zip(pieces, pieces[1:], strict=False))
+        assert [piece[0] for piece in found] == sorted(piece[0] for piece in found)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_killed_run_goes_on(tmp_path: Path, parts: int) -> None:
+    """Killed again and again, ever later, until it gets to the end."""
+    small = write_corpus(tmp_path, 60)
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    one_run(reference, small)
+    for stride in (1, 7):
+        place = tmp_path / f"killed-{stride}"
+        place.mkdir()
+        moment, kills = 0, 0
+        while not (place / "out").exists():
+            for part in range(1, parts + 1):
+                code = killed_at(moment, lambda part=part, place=place: _patient(place, small, part, parts))  # type: ignore[misc]
+                kills += code is None
+                assert code in (0, None)
+            moment += stride
+            assert not (place / "out").exists() or _is_complete(place)
+        assert kills > 10
+        one_run(place, small, 1, parts)
+        assert files_of(place) == files_of(reference)
+
+
+def _patient(place: Path, paths: list[Path], part: int, parts: int) -> None:
+    try:
+        one_run(place, paths, part, parts)
+    except PartsMissing:
+        pass
+
+
+def _is_complete(place: Path) -> bool:
+    return (place / "dropped").is_dir() and (place / "out.html").is_file() and (place / "report.json").is_file()
+
+
+def test_finished_stages_are_not_done_again(tmp_path: Path, corpus: list[Path]) -> None:
+    moment = 0
+    while killed_at(moment, lambda: one_run(tmp_path, corpus)) is None and not (tmp_path / "out.work/stage-1/part-1").is_dir():
+        moment += 5
+    assert (tmp_path / "out.work/stage-1/part-1").is_dir()
+    before = (tmp_path / "out.work/stage-0/part-1/counts.json").stat().st_mtime_ns
+    killed_at(3, lambda: one_run(tmp_path, corpus))
+    assert (tmp_path / "out.work/stage-0/part-1/counts.json").stat().st_mtime_ns == before
+
+
+# ---- what is refused
+
+
+def test_a_restart_with_other_options_or_inputs_is_refused(tmp_path: Path) -> None:
+    paths = write_corpus(tmp_path, 40)
+    with pytest.raises(PartsMissing):
+        one_run(tmp_path, paths, 1, 2)
+    with pytest.raises(PlanDiffers, match="shard_bytes: 6000 then, 7000 now"):
+        one_run(tmp_path, paths, 2, 2, shard_bytes=7000)
+    with pytest.raises(PlanDiffers, match="parts: 2 then, 3 now"):
+        one_run(tmp_path, paths, 2, 3)
+    with pytest.raises(PlanDiffers, match=r"pipeline\.steps 2 short\.words|pipeline\.steps 2\.short\.words: 2 then, 5 now"):
+        steps = pipeline()
+        changed = replace(steps.steps[1], options=replace(steps.steps[1].options, words=5))
+        one_run(tmp_path, paths, 2, 2, Pipeline((steps.steps[0], changed, *steps.steps[2:])))
+    with open(paths[1], "ab") as file:
+        file.write(b"\n")
+    with pytest.raises(PlanDiffers, match=r"inputs 2\.bytes: \d+ then, \d+ now"):
+        one_run(tmp_path, paths, 2, 2)
+
+
+def test_outputs_that_are_there_are_kept(tmp_path: Path) -> None:
+    paths = write_corpus(tmp_path, 20)
+    for name in ("out", "dropped"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(FileExistsError, match=f"{name} is there, and not from this run"):
+            one_run(tmp_path, paths)
+        (tmp_path / name).rmdir()
+    assert one_run(tmp_path, paths) is not None
+    assert one_run(tmp_path, paths) is None
+    with pytest.raises(FileExistsError):
+        one_run(tmp_path, paths[:2])
+
+
+def test_two_processes_do_not_work_at_one_part(tmp_path: Path) -> None:
+    paths = write_corpus(tmp_path, 20)
+    run = Run(pipeline(), paths, tmp_path / "out", RunOptions(), silent)
+    with run.work.joined(run.plan()), pytest.raises(FileExistsError, match="another process works at part 1 of 1"):
+        Run(pipeline(), paths, tmp_path / "out", RunOptions(), silent).run()
+
+
+BAD = """{"text": "a fine one here"}
+{"text": 5}
+[1]
+{"txt": "x"}
+{"text": "b\\ud800"}
+{"text": "tail "
+{"text": "the last one here"}
+"""
+
+
+def test_bad_records_end_the_run_and_leave_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(BAD)
+    for workers in (1, 2):
+        with pytest.raises(BadInput, match=r"bad\.jsonl:2: .*not a string.*\{\"text\": 5\}"):
+            one_run(tmp_path, [path], workers=workers)
+        assert [p.name for p in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
+def test_bad_records_are_skipped_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(BAD)
+    report = one_run(tmp_path, [path], skip_bad=True)
+    assert [r["text"] for r in lines_of(tmp_path / "out")] == ["a fine one here", "the last one here"]
+    assert sum(report["records"]["bad"].values()) == 5 and report["records"]["read"] == 2
+
+
+class Fails(LocalStep):
+    """Raises at a text."""
+
+    name = "fails"
+
+    def apply(self, documents: Any) -> None:
+        if any("explode" in d.text for d in documents):
+            raise ValueError("too much")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_step_that_raises_is_named_with_its_documents(tmp_path: Path, workers: int) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": "explode" if n == 30 else "fine " * 40}) + "\n" for n in range(60)))
+    steps = Pipeline((StepConfig("fails", None, Fails),))
+    with pytest.raises(StepFailed, match=r"1 fails failed at lines \d+ to \d+ of .*in\.jsonl: ValueError: too much"):
+        one_run(tmp_path, [path], steps=steps, workers=workers)
+    assert not (tmp_path / "out").exists()
+
+
+# ---- corpora that grow
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_second_corpus_is_compared_with_the_first(tmp_path: Path, parts: int) -> None:
+    """Two corpora one after the other keep what they keep as one."""
+    paths = write_corpus(tmp_path, 200)
+
+    def once(name: str, inputs: list[Path], options: CorpusOptions) -> list[dict[str, Any]]:
+        (tmp_path / name).mkdir()
+        for part in [*range(1, parts + 1), *range(1, parts + 1)]:
+            try:
+                one_run(tmp_path / name, inputs, part, parts, Pipeline((StepConfig("once", options, Once),)))
+            except PartsMissing:
+                pass
+        return lines_of(tmp_path / name / "out")
+
+    index, second = str(tmp_path / "index"), str(tmp_path / "index2")
+    together = once("both", paths, CorpusOptions())
+    assert once("first", paths[:2], CorpusOptions(save=index)) + once("rest", paths[2:], CorpusOptions(index, second)) == together
+    assert once("again", paths, CorpusOptions(second)) == []
+    with pytest.raises(FileExistsError, match="index is there"):
+        one_run(tmp_path / "new", paths[2:], steps=Pipeline((StepConfig("once", CorpusOptions(save=index), Once),)))
+
+
+# ---- the report
+
+
+def test_the_page_has_the_numbers_of_the_json(whole: Path) -> None:
+    report = json.loads((whole / "report.json").read_text())
+    page = LexborHTMLParser((whole / "out.html").read_text())
+    cells = {node.text() for node in page.css("td")}
+    text = page.body.text() if page.body else ""
+    for step in report["steps"]:
+        for flow in [step["total"], *step["sources"].values()]:
+            for name, number in flow.items():
+                assert (f"{number:.2%}" if name.endswith("_kept") else f"{number:,}") in cells
+        for numbers in (step["reasons"], step["done"], step["lengths_dropped"], *step["histograms"].values()):
+            assert all(f"{n:,}" in cells and name in cells for name, n in numbers.items())
+        assert all(sample["text"] in text and sample["place"] in text for sample in step["samples"])
+    rows = [[cell.text() for cell in row.css("td")] for row in page.css("tr")]
+    for label, step in ((step["step"], step) for step in report["steps"]):
+        (row,) = (row for row in rows if row and row[0] == label)
+        assert row[1:3] == [f"{step['total']['documents_in']:,}", f"{step['total']['documents_out']:,}"]
+    assert not re.search(r"(src|href)=|url\(|@import|<script", (whole / "out.html").read_text())
+    assert report["warnings"] and all(w in text for w in report["warnings"])
+
+
+def test_counts_fit_together(whole: Path) -> None:
+    report = json.loads((whole / "report.json").read_text())
+    steps = report["steps"]
+    for before, after in zip(steps, steps[1:], strict=False):
+        assert before["total"]["documents_out"] == after["total"]["documents_in"]
+        assert before["total"]["characters_out"] == after["total"]["characters_in"]
+    for step in steps:
+        dropped = sum(step["reasons"].values())
+        assert step["total"]["documents_in"] - step["total"]["documents_out"] == dropped == sum(step["lengths_dropped"].values())
+        assert sum(step["lengths_in"].values()) == step["total"]["documents_in"]
+        assert len(step["samples"]) == min(8, dropped)
+        for name in ("documents_in", "documents_out", "characters_in", "characters_out"):
+            assert sum(flow[name] for flow in step["sources"].values()) == step["total"][name]
+    assert sum(report["lengths_out"].values()) == report["total"]["documents_out"]
+    facts = steps[2]["facts"]
+    assert facts["kept"] == steps[2]["total"]["documents_out"] and facts["expected"] == pytest.approx(facts["kept"] / 7)
+    assert steps[2]["done"]["keys decided"] == steps[2]["total"]["documents_in"]
+
+
+def test_parts_in_any_order_give_one_report(tmp_path: Path) -> None:
+    paths, found = write_corpus(tmp_path, 50), set()
+    for order in permutations((1, 2, 3)):
+        place = tmp_path / "".join(map(str, order))
+        place.mkdir()
+        for part in order * 3:
+            _patient(place, paths, part, 3)
+        found.add((place / "report.json").read_bytes())
+    assert len(found) == 1

@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import mmap
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -70,6 +73,8 @@ class IndexedDataset:
         self.lengths = np.frombuffer(files.index, LENGTH, header.sequences, header.lengths_at)
         self.pointers = np.frombuffer(files.index, POINTER, header.sequences, header.pointers_at)
         self.documents = np.frombuffer(files.index, POINTER, header.borders, header.borders_at)
+        self._fast_pointers = _view(files.index, self.pointers, header.pointers_at)
+        self._fast_documents = _view(files.index, self.documents, header.borders_at)
         self.num_sequences, self.num_documents = header.sequences, header.borders - 1
         self._item = self.dtype.itemsize
         size = int(self.pointers[-1]) + int(self.lengths[-1]) * self._item if self.num_sequences else 0
@@ -126,17 +131,15 @@ class IndexedDataset:
         Returns:
             int64, ascending, the positions p with start <= p < stop at which a document that is not empty starts.
         """
-        first = bisect_left(self.pointers, start * self._item)
-        last = bisect_left(self.pointers, stop * self._item, first)
+        first = bisect_left(self._fast_pointers, start * self._item)
+        last = bisect_left(self._fast_pointers, stop * self._item, first)
         if first == last:
             return np.empty(0, dtype=np.int64)
-        borders = self.documents[bisect_left(self.documents, first) : bisect_left(self.documents, last)]
+        begin = bisect_left(self._fast_documents, first)
+        borders = self.documents[begin : bisect_left(self._fast_documents, last, begin)]
         starts = self.pointers[borders] // self._item
-        if len(starts) > 1:  # an empty document starts where the next one does
-            keep = np.ones(len(starts), dtype=bool)
-            np.not_equal(starts[1:], starts[:-1], out=keep[1:])
-            starts = starts[keep]
-        return starts
+        other = starts[1:] != starts[:-1]  # an empty document starts where the next one does
+        return starts if other.all() else starts[np.concatenate(([True], other))]
 
     def document_of(self, position: int) -> int:
         """The document that holds a position of the stream."""
@@ -224,6 +227,13 @@ def pieces(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """An array of any length in parts, each with its start."""
     for start in range(0, len(array), _CHUNK):
         yield start, array[start : start + _CHUNK]
+
+
+def _view(index: mmap.mmap | bytes, array: np.ndarray, start: int) -> Any:
+    """The same int64 numbers for ``bisect``: an item of a memoryview costs half of one of an array."""
+    if sys.byteorder != "little" or not len(array):
+        return array
+    return memoryview(index)[start : start + array.nbytes].cast("q")
 
 
 def _sha256(path: Path) -> str:

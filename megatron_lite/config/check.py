@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_lite.config.check_io import checkpoint_problems, data_problems, evaluation_problems, logging_problems
 from megatron_lite.config.problem import ConfigError, Problem, nearest_name
 from megatron_lite.config.schema import ParallelConfig, RunConfig, TrainingConfig
+from megatron_lite.config.text_files import is_text_file
 
 if TYPE_CHECKING:
     from megatron_lite.mesh.layout import Layout
@@ -231,6 +232,10 @@ def check_files(config: RunConfig[Any]) -> list[Problem]:
         for prefix in prefixes(getattr(data, flag)):
             if "://" in prefix:
                 continue  # in a store, which is asked when it is opened
+            if is_text_file(prefix):
+                if not Path(prefix).is_file() and not data.mock_data:
+                    found.append(Problem(f"--{flag.replace('_', '-')} {prefix}: no such file"))
+                continue
             missing = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]
             if missing and not data.mock_data:
                 what = f"--{flag.replace('_', '-')} {prefix}: {' and '.join(prefix + s for s in missing)} not found"

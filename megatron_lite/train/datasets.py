@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.problem import ConfigError, Problem
 from megatron_lite.config.schema import RunConfig
+from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data.blend import BlendedDataset
 from megatron_lite.data.build import Datasets, build_datasets
 from megatron_lite.data.by_source import BySource
@@ -18,6 +21,7 @@ from megatron_lite.data.stage_dir import open_access
 from megatron_lite.mesh.agreement import agree
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.optim.batch_size import BatchSchedule
+from megatron_lite.text.corpus_cache import CorpusCache, names_text, with_tokens
 from megatron_lite.text.tokenizer import Tokenizer, tokenizer_of
 
 
@@ -78,12 +82,13 @@ def find_data(
         eval_interval=evaluation.eval_interval,
         eval_iters=evaluation.eval_iters,
     )
+    data, made = _text_as_tokens(config, tokenizer, tell)
     try:
-        access, lines = open_access(config.data, tell)
+        access, lines = open_access(data, tell)
     except (OSError, ValueError) as error:
         raise ConfigError([Problem(str(error))]) from error
     found = build_datasets(
-        config.data,
+        data,
         asked=asked,
         seed=config.training.seed,
         vocab_size=getattr(config.model, "vocab_size", None) or None,
@@ -93,8 +98,26 @@ def find_data(
     )
     if found.problems:
         raise ConfigError(found.problems)
-    found.summary += lines
+    found.summary = [*made, *found.summary, *lines]
     return found
+
+
+def _text_as_tokens(
+    config: RunConfig[Any], tokenizer: Tokenizer | None, tell: Callable[[str], None]
+) -> tuple[DataConfig, list[str]]:
+    """The data section in which files of text are datasets of their tokens, and lines for the start-up text."""
+    data = config.data
+    if not names_text(data) or data.mock_data:
+        return data, []
+    if tokenizer is None:
+        what = "--data-path names a file of text, and no tokenizer is given"
+        raise ConfigError([Problem(what, nearest="--tokenizer-type HuggingFaceTokenizer --tokenizer-model FILE")])
+    make = partial(tokenizer_of, data, getattr(config.model, "vocab_size", None))
+    directory = None if data.data_cache_path is None else Path(data.data_cache_path)
+    try:
+        return with_tokens(data, CorpusCache(make, tokenizer, directory, tell))
+    except (OSError, ValueError) as error:
+        raise ConfigError([Problem(str(error))]) from error
 
 
 def open_data(
@@ -111,7 +134,14 @@ def open_data(
         ConfigError: with every problem of the data, the same on every rank.
     """
     tokenizer = tokenizer_of_run(config)
-    found = find_data(config, batch, steps, samples, tokenizer, tell)
+    problems: list[Problem] = []
+    try:
+        found = find_data(config, batch, steps, samples, tokenizer, tell)
+    except ConfigError as error:
+        problems = error.problems
+    for others in mesh.axis("world").gather_json([asdict(p) for p in problems]):  # what went wrong on one node is told by all
+        if others:
+            raise ConfigError([Problem(**p) for p in others])
     agree(mesh, {"data": found.facts})
 
     def loader(dataset: Dataset | None) -> Loader | None:

@@ -1,0 +1,177 @@
+"""Files of text as a run's data: tokenized when they are first named in ``--data-path``, found at later starts.
+
+Each file becomes an ordinary dataset, ``NAME-KEY_text_document.bin/.idx/.meta.json``, in ``--data-cache-path`` or, without
+it, in ``.tokenized`` beside the file. KEY is a digest of what the tokens depend on: the file's place, size and time of
+change, the tokenizer, the options. A file that changed gets a new dataset; old ones can be deleted at any time.
+
+One process of a node tokenizes and the others wait for it (:mod:`megatron_lite.data.node_file`), also those of another job.
+It writes into a directory of its own beside the place and renames what is complete, ``.idx`` last. When it fails it
+leaves the reason, and those that were waiting fail for it instead of trying the same again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.config.schema_io import DataConfig
+from megatron_lite.config.text_files import is_text_file
+from megatron_lite.data.index_format import prefix_paths
+from megatron_lite.data.locked_file import sync_directory
+from megatron_lite.data.node_file import node_lock
+from megatron_lite.data.sources import parse_sources
+from megatron_lite.text.preprocess import Options, preprocess
+from megatron_lite.text.tokenizer import Tokenizer
+
+FIELDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+FOLDER = ".tokenized"  # beside the file
+KEY = "text"
+_FORMAT = 1  # to be raised when the same file and options give other tokens
+_MANY_BYTES = 1 << 25  # of a file that is worth starting worker processes for
+_MOST_WORKERS = 8
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CorpusCache:
+    """Makes and finds the datasets of files of text.
+
+    Attributes:
+        make: builds the tokenizer; sent to worker processes.
+        tokenizer: what it builds.
+        directory: of the datasets; None: beside each file.
+        tell: called with a line of progress again and again while something moves, here or in the process that is waited
+            for.
+    """
+
+    make: Callable[[], Tokenizer]
+    tokenizer: Tokenizer
+    directory: Path | None = None
+    tell: Tell = lambda text: None
+
+    def prefix_of(self, path: Path) -> Path:
+        """Where the dataset of a file is, or will be."""
+        state = path.stat()
+        what = [_FORMAT, KEY, True, os.path.realpath(path), state.st_size, state.st_mtime_ns]
+        what += [self.tokenizer.fingerprint, self.tokenizer.eod_id, self.tokenizer.vocab_size]
+        key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+        return (self.directory or path.parent / FOLDER) / f"{path.name}-{key}_{KEY}_document"
+
+    def dataset_of(self, path: Path) -> tuple[str, str]:
+        """The prefix of a file's tokens, and a line about how they came to be.
+
+        Raises:
+            ValueError: what is wrong with the file, in the process that reads it and in those that waited for it.
+            OSError: the dataset cannot be written.
+        """
+        began = time.time()
+        prefix = self.prefix_of(path)
+        if _is_there(prefix):
+            return str(prefix), f"{path}: tokenized before, in {prefix}"
+        reason = _cannot_write(prefix.parent)
+        if reason:
+            raise ValueError(
+                f"the tokens of {path} cannot be kept in {prefix.parent} ({reason}); give --data-cache-path DIRECTORY"
+            )
+        with node_lock(prefix, lambda: self.tell(f"waiting for another process, which tokenizes {path}")):
+            if _is_there(prefix):
+                return str(prefix), f"{path}: tokenized by another process, in {prefix}"
+            failure = _failure(prefix, began)
+            if failure is not None:
+                raise ValueError(failure)
+            try:
+                return str(prefix), self._tokenize(path, prefix)
+            except (OSError, ValueError) as error:
+                with contextlib.suppress(OSError):
+                    _failure_file(prefix).write_text(json.dumps({"time": time.time(), "error": str(error)}))
+                raise
+
+    def _tokenize(self, path: Path, prefix: Path) -> str:
+        """Make the dataset; its lock is held."""
+        started = time.monotonic()
+        print(f"tokenizing {path}, this once, into {prefix.parent}", flush=True)
+        host = socket.gethostname()
+        for left in prefix.parent.glob(f"{prefix.name}.{host}.*.tmp"):  # by a killed process
+            shutil.rmtree(left, ignore_errors=True)
+        own = prefix.with_name(f"{prefix.name}.{host}.{os.getpid()}.tmp")
+        own.mkdir()
+        try:
+            counts = preprocess(
+                [path],
+                str(own / "made"),
+                Options(self.make, keys=(KEY,), append_eod=True),
+                workers=_workers(path),
+                log_interval=1000,
+                say=lambda text: self.tell(f"tokenizing {path}: {text}"),
+            )
+            made, final = prefix_paths(own / f"made_{KEY}_document"), prefix_paths(prefix)
+            for old, new in sorted(zip(made, final, strict=True), key=lambda pair: pair[1].suffix == ".idx"):
+                os.replace(old, new)
+            sync_directory(prefix.parent)
+            _failure_file(prefix).unlink(missing_ok=True)
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+        seconds = time.monotonic() - started
+        return f"{path}: {counts.documents:,} documents, {counts.tokens:,} tokens, tokenized in {seconds:.1f} s into {prefix}"
+
+
+def names_text(data: DataConfig) -> bool:
+    """Whether any source is a file of text."""
+    return any(is_text_file(entry) for name in FIELDS for entry in getattr(data, name))
+
+
+def with_tokens(data: DataConfig, cache: CorpusCache) -> tuple[DataConfig, list[str]]:
+    """The data section with the prefixes of tokens in place of files of text, and a line about each file.
+
+    Raises:
+        ValueError, OSError: see :meth:`CorpusCache.dataset_of`.
+    """
+    found: dict[str, str] = {}
+    lines: list[str] = []
+    for name in FIELDS:
+        for source in parse_sources(getattr(data, name)):
+            if is_text_file(source.prefix) and source.prefix not in found:
+                found[source.prefix], line = cache.dataset_of(Path(source.prefix))
+                lines.append(line)
+    entries: dict[str, Any] = {n: tuple(found.get(e, e) for e in getattr(data, n)) for n in FIELDS}
+    return replace(data, **entries), lines
+
+
+def _is_there(prefix: Path) -> bool:
+    return all(path.is_file() for path in prefix_paths(prefix))
+
+
+def _cannot_write(directory: Path) -> str | None:
+    """Makes the directory; why no file can be written in it, or None."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror
+    return None if os.access(directory, os.W_OK | os.X_OK) else "no permission"
+
+
+def _failure_file(prefix: Path) -> Path:
+    return Path(f"{prefix}.failed.json")
+
+
+def _failure(prefix: Path, since: float) -> str | None:
+    """Why another process failed since then, or None."""
+    try:
+        found = json.loads(_failure_file(prefix).read_bytes())
+        return str(found["error"]) if found["time"] >= since else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _workers(path: Path) -> int:
+    """The other ranks of the node wait meanwhile."""
+    return min(_MOST_WORKERS, len(os.sched_getaffinity(0))) if path.stat().st_size >= _MANY_BYTES else 1

@@ -3,8 +3,8 @@
 A filter never forgets, so no duplicate survives; but it takes some new units for old ones. With m bits, k hash functions
 and n units in it, that happens to a new unit with the probability ``p(n) = (1 - exp(-k n / m))^k``. The filter is sized
 so that p is ``error_rate`` when ``expected`` different units are in it. While it fills, p is lower: of all units the share
-that is dropped wrongly is about a fifth of ``error_rate``, and the report has their expected number, the integral of p
-from the number of units that were there at the start to the number at the end.
+that is dropped wrongly is about a seventh of 0.001, a fifth of 0.01, and the report has their expected number, the
+integral of p from the number of units that were there at the start to the number at the end.
 
 Each bucket has a filter of its own (package ``rbloom``), larger than its share of ``expected`` by four standard
 deviations of the number of units that fall into it. A saved filter can be used by a run with the same settings only.
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_lite.clean.bucket_file import open_bucket_file, write_bucket_file
+from megatron_lite.clean.bucket_file import against_problems, open_bucket_file, write_bucket_file
 from megatron_lite.clean.seen import Seen, SeenOptions, missing_packages
 from megatron_lite.clean.step import Facts
 
@@ -127,7 +127,8 @@ class Bloom(Seen):
             found.append(f"expected: {options.expected} must be at least 1")
         if not 0 < options.error_rate <= 0.1:
             found.append(f"error_rate: {options.error_rate} must be above 0 and at most 0.1")
-        return found + missing_packages("rbloom")
+        found += missing_packages("rbloom")
+        return found or against_problems(options.against, Bloom(options).settings())
 
 
 def new_filter(units: int, rate: float) -> rbloom.Bloom:

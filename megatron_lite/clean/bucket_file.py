@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.data.locked_file import LockedFile, sync_directory
+from megatron_lite.clean.step import bucket_path
+from megatron_lite.data.locked_file import LockedFile
 
 END = struct.Struct("<QI8s")
 MARK = b"MLBUCKET"
@@ -49,7 +50,6 @@ def write_bucket_file(path: str, about: Mapping[str, Any], arrays: Mapping[str, 
         file.write(text + END.pack(len(text), zlib.crc32(text), MARK))
         file.sync()
         file.publish(Path(path))
-        sync_directory(Path(path).parent)
     finally:
         file.remove()
 
@@ -96,6 +96,18 @@ class BucketFile:
         if zlib.crc32(array.tobytes()) != self._arrays[name]["crc32"]:
             raise ValueError(f"{self.path}: damaged (the checksum of {name} does not match)")
         return array
+
+
+def against_problems(directory: str, settings: Mapping[str, Any]) -> list[str]:
+    """What speaks against comparing with what was saved to a directory, as far as its first bucket tells."""
+    path = bucket_path(directory, 0)
+    if not directory or not Path(path).is_file():
+        return []
+    try:
+        open_bucket_file(path, settings)
+    except ValueError as error:
+        return [f"against {directory}: {error}"]
+    return []
 
 
 def open_bucket_file(path: str, settings: Mapping[str, Any]) -> BucketFile:

@@ -7,10 +7,11 @@ With several parts the buckets are decided one after another, and only one of th
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
-from megatron_lite.clean.bucket_file import open_bucket_file, write_bucket_file
+from megatron_lite.clean.bucket_file import against_problems, open_bucket_file, write_bucket_file
 from megatron_lite.clean.seen import Seen, SeenOptions
 
 
@@ -32,6 +33,10 @@ class Exact(Seen):
             held.add(value)
             result.append(len(held) == before)
         return result
+
+    @staticmethod
+    def problems(options: Any) -> list[str]:
+        return Seen.problems(options) or against_problems(options.against, Exact(options).settings())
 
     def bucket_facts(self, bucket: int) -> dict[str, float]:
         return {f"{self.options.unit}s held": len(self._sets.get(bucket, ()))}

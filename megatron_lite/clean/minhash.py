@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.clean.bucket_file import BucketFile, open_bucket_file, write_bucket_file
+from megatron_lite.clean.bucket_file import BucketFile, against_problems, open_bucket_file, write_bucket_file
 from megatron_lite.clean.candidates import KEY, Bucket
 from megatron_lite.clean.shingle_sets import SavedSets, SetReader, SetWriter, arrays_of_sets
 from megatron_lite.clean.shingles import TOKEN, hasher, mix, powers
@@ -179,4 +179,4 @@ class MinHash(CorpusStep):
                 bands_and_rows(options.threshold, options.permutations, options.recall)
             except ValueError as error:
                 found.append(f"{error}; take more permutations")
-        return found
+        return found or against_problems(options.against, MinHash(options).settings())

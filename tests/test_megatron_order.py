@@ -158,6 +158,24 @@ def test_wide_sample_index():
     assert np.array_equal(tokens, np.arange(samples + 1) * seq_length) and index[:, 1].max() < 2**31 - 1
 
 
+def test_wide_dtypes(monkeypatch):
+    """Numbers of documents beyond 2^31 and of samples beyond 2^32 are held in 64 bits (the arrays are not made)."""
+    made = []
+
+    def arange(*args, dtype):
+        made.append(np.dtype(dtype))
+        return np.zeros(1, dtype)
+
+    monkeypatch.setattr(megatron_order.np, "arange", arange)
+    random = np.random.RandomState(0)
+    for documents, expected in ((2**31 - 1, np.int32), (2**31, np.int64)):
+        megatron_order.document_index(documents, plan_epochs(10**13, 4096, None), random)
+        assert made.pop() == expected
+    for samples, expected in ((2**32 - 3, np.uint32), (2**32, np.int64)):
+        megatron_order.shuffle_index(plan_epochs(samples * 2 + 1, 2, None), random)
+        assert made.pop() == expected
+
+
 def test_samples_asked():
     asked = {"global_batch_size": 8, "train_iters": 100, "train_samples": None, "eval_interval": 30, "eval_iters": 5}
     assert samples_asked(**asked) == (800, 4 * 5 * 8, 40)

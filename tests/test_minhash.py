@@ -18,7 +18,7 @@ from megatron_lite.clean import shingles
 from megatron_lite.clean.minhash import MinHash, MinHashOptions, bands_and_rows
 from megatron_lite.clean.shingle_sets import SetReader, SetWriter, set_path
 from megatron_lite.clean.shingles import hasher, shared_by_numpy, similarity, token_hashes
-from megatron_lite.clean.step import Document, bucket_path
+from megatron_lite.clean.step import Document
 from megatron_lite.data.helper import index_helper
 
 needs_helper = pytest.mark.skipif(index_helper() is None, reason="csrc is not built")

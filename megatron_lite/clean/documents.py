@@ -147,8 +147,10 @@ def read_spool(data: bytes) -> list[Document]:
     documents = []
     for line in data.splitlines():
         try:
-            number, source, language, text, record = orjson.loads(line)
+            fields = orjson.loads(line)
+            exact = not _rounded(fields[4])
         except orjson.JSONDecodeError:
-            number, source, language, text, record = json.loads(line)
+            exact = False
+        number, source, language, text, record = fields if exact else json.loads(line)
         documents.append(Document(text, number, source, record, language))
     return documents

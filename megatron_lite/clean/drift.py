@@ -79,24 +79,22 @@ class Sample:
 
     def __init__(self, size: int, tokens: Tokens | None = None) -> None:
         self.size, self.tokens = size, tokens
-        self.rows: list[Row] = []
-        self.largest = 1 << 64  # of the hashes that are kept, once there are enough
+        self.rows: list[Row] = []  # whatever was among the smallest when it came
+        self.keys: list[int] = []  # a heap: minus the smallest hashes so far, the largest of them first
 
     def add(self, text: str) -> None:
         """Look at a document."""
         data = text.encode("utf-8")
-        key = int.from_bytes(hashlib.blake2b(data, digest_size=8, key=_KEY).digest(), "big")
-        if data and key <= self.largest:
-            self.rows.append((key, *features(data, self.tokens(text) if self.tokens is not None else None)))
-            if len(self.rows) >= 2 * self.size:
-                self.cut()
+        key = int.from_bytes(hashlib.blake2b(data, digest_size=7, key=_KEY).digest(), "big")
+        if not data or (len(self.keys) == self.size and key >= -self.keys[0]):
+            return
+        (heapq.heappush if len(self.keys) < self.size else heapq.heapreplace)(self.keys, -key)
+        self.rows.append((key, *features(data, self.tokens(text) if self.tokens is not None else None)))
 
-    def cut(self) -> list[Row]:
-        """The rows of the sample as far as it has come, in the order of their hashes."""
-        self.rows = smallest(self.rows, self.size)
-        if len(self.rows) == self.size:
-            self.largest = self.rows[-1][0]
-        return self.rows
+    def take(self) -> list[Row]:
+        """The rows since the last call that can be of the sample."""
+        rows, self.rows = smallest(self.rows, self.size), []
+        return rows
 
 
 def smallest(rows: Iterable[Row], size: int) -> list[Row]:
@@ -155,7 +153,7 @@ def sample_of(paths: Sequence[str], size: int, keys: Keys, tokens: Tokens | None
         for block in open_input(path, InputOptions(keys=(keys.text_key,))):
             for document in read_block(number, block, 0, keys, skip_bad=False).documents:
                 sample.add(document.text)
-    return sample.cut()
+    return sample.take()
 
 
 def save_profile(path: str, rows: Sequence[Row], size: int) -> None:
@@ -196,10 +194,8 @@ class Drift(LocalStep):
             self.sample.add(document.text)
 
     def take_notes(self) -> list[Row] | None:
-        """Documents that may belong to the sample. What this process has seen before keeps most others out."""
-        rows = self.sample.cut()
-        seen, self.sample.rows = rows, []
-        return seen or None
+        """Documents that can be of the sample."""
+        return self.sample.take() or None
 
     @staticmethod
     def merge_notes(options: DriftOptions, left: list[Row], right: list[Row]) -> list[Row]:

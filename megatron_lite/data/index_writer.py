@@ -4,7 +4,8 @@ Lengths and document borders go to disk as they come, so memory does not grow wi
 from the lengths at the end, so there is one source of truth for them. Everything is written under temporary names in
 the destination's directory, flushed to the disk and renamed, ``.idx`` last: a pair under its final names is complete,
 and a killed run leaves nothing that opens. The temporary names are fixed and locked: a second run takes over what
-a killed one left, and two runs cannot write the same prefix at once.
+a killed one left, and two runs cannot write the same prefix at once. It starts from nothing, or goes on from a state
+(:class:`WriterState`) that the killed one had written down.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from megatron_lite.data.index_format import (
+    HEADER,
     LENGTH,
     POINTER,
     DatasetMeta,
@@ -25,10 +28,21 @@ from megatron_lite.data.index_format import (
     dtype_code,
     prefix_paths,
 )
-from megatron_lite.data.locked_file import LockedFile, sync_directory
+from megatron_lite.data.locked_file import HashedAppender, LockedFile, sync_directory
 
 _CHUNK = 1 << 16  # lengths or borders in memory at a time
-_BLOCK = 1 << 20  # bytes of tokens in memory at a time
+_BLOCK = 1 << 22  # bytes of tokens in memory at a time
+
+
+@dataclass(frozen=True)
+class WriterState:
+    """What an unfinished writer has written: the digest is of the tokens."""
+
+    sequences: int
+    documents: int
+    tokens: int
+    largest: int
+    sha256: str
 
 
 class IndexedWriter:
@@ -44,9 +58,12 @@ class IndexedWriter:
         eod_id: the id that the caller appends to every document, recorded only.
         tokenizer: fingerprint of the tokenizer, recorded only.
         overwrite: replace files that are there.
+        keep: :meth:`abort` leaves the temporary files, as being killed does.
+        resume: go on with such files, from this state. They are read once, to be hashed, while new tokens come.
 
     Raises:
         FileExistsError: the files are there, or another process is writing them.
+        ValueError: the temporary files are not those of ``resume``.
     """
 
     def __init__(
@@ -58,13 +75,17 @@ class IndexedWriter:
         eod_id: int | None = None,
         tokenizer: str | None = None,
         overwrite: bool = False,
+        keep: bool = False,
+        resume: WriterState | None = None,
     ) -> None:
         self.prefix = str(prefix)
         self.dtype = choose_dtype(vocab_size) if dtype is None else np.dtype(dtype).newbyteorder("<")
         dtype_code(self.dtype)
         self.vocab_size, self.eod_id, self.tokenizer, self.overwrite = vocab_size, eod_id, tokenizer, overwrite
-        self.sequences = self.documents = self.tokens = 0
-        self._largest = -1
+        self._keep = keep
+        start = resume or WriterState(0, 0, 0, -1, "")
+        self.sequences, self.documents, self.tokens = start.sequences, start.documents, start.tokens
+        self._largest = start.largest
         self._limit = _id_limit(self.dtype, vocab_size)
         self._paths = prefix_paths(prefix)
         if not self._paths[0].parent.is_dir():
@@ -75,19 +96,20 @@ class IndexedWriter:
             LockedFile(self.prefix + suffix) for suffix in (".bin", ".idx", ".borders")
         )
         self._files: tuple[LockedFile, ...] = (self._bin, self._idx, self._borders)
+        self._appender = HashedAppender(self._bin)
         try:
-            self._bin.open()  # its lock is the lock of the prefix
-            self._idx.open()
-            self._borders.open()
+            self._bin.open(self.tokens * self.dtype.itemsize)  # its lock is the lock of the prefix
+            self._idx.open(HEADER.size + LENGTH.itemsize * self.sequences if resume else 0)
+            self._borders.open(POINTER.itemsize * self.documents)
+            if resume:
+                self._appender.go_on(self.tokens * self.dtype.itemsize, resume.sha256)
+            else:
+                self._idx.write(bytes(HEADER.size))  # the header comes last
         except BaseException:
-            self._remove()
+            self._give_up()
             raise
         self._open = True
-        self._sha = hashlib.sha256()
-        self._block = bytearray()
-        self._lengths: list[int] = []
-        self._ends: list[int] = []
-        self._idx.write(bytes(IndexHeader(self.dtype, 0, 0).lengths_at))  # the header comes last
+        self._block, self._lengths, self._ends = bytearray(), bytearray(), bytearray()
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -109,19 +131,38 @@ class IndexedWriter:
             ValueError: the lengths do not sum to the number of tokens, or an id does not fit.
         """
         array = np.asarray(tokens)
-        lengths = [array.size] if lengths is None else [int(length) for length in lengths]
-        if sum(lengths) != array.size or min(lengths, default=0) < 0:
+        sizes = np.array([array.size] if lengths is None else lengths, dtype=np.int64)
+        self.add_documents(array, sizes, np.array([len(sizes)]))
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray | None = None) -> None:
+        """Append documents.
+
+        Args:
+            tokens: ids of all of them, back to back.
+            lengths: tokens of each sequence.
+            sequences: of each document; default: each document is one sequence.
+
+        Raises:
+            ValueError: the lengths do not sum to the number of tokens, the sequences of the documents not to their number,
+                or an id does not fit.
+        """
+        counts = np.ones(len(lengths), dtype=np.int64) if sequences is None else sequences
+        total = int(lengths.sum())
+        if total != tokens.size or int(lengths.min(initial=0)) < 0:
             raise ValueError(
-                f"document {self.documents}: the lengths of its {len(lengths)} sequences sum to {sum(lengths)}, "
-                f"but it has {array.size} tokens"
+                f"document {self.documents}: the lengths of its {len(lengths)} sequences sum to {total}, "
+                f"but it has {tokens.size} tokens"
             )
-        if max(lengths, default=0) > np.iinfo(LENGTH).max:
+        if int(lengths.max(initial=0)) > np.iinfo(LENGTH).max:
             raise ValueError(
-                f"document {self.documents}: {max(lengths)} tokens are more than a sequence can have, 2^31 - 1"
+                f"document {self.documents}: {lengths.max()} tokens are more than a sequence can have, 2^31 - 1"
             )
-        self._append_tokens(self._checked(array))
+        if int(counts.sum()) != len(lengths) or int(counts.min(initial=0)) < 0:
+            raise ValueError(f"document {self.documents}: {counts.sum()} sequences, but {len(lengths)} lengths")
+        self._append_tokens(self._checked(tokens))
+        ends = self.sequences + np.cumsum(counts)
         self._append_lengths(lengths)
-        self._append_ends([self.sequences])
+        self._append_ends(ends)
 
     def add_dataset(self, prefix: str | Path) -> None:
         """Append every document of another dataset of the same dtype, in pieces."""
@@ -137,9 +178,9 @@ class IndexedWriter:
             for start in range(0, other.num_tokens, step):
                 self._append_tokens(self._checked(other.raw(start, min(other.num_tokens, start + step))))
             for piece in _pieces(other.lengths):
-                self._append_lengths(piece.tolist())
+                self._append_lengths(piece)
             for piece in _pieces(other.documents[1:]):
-                self._append_ends((piece + first).tolist())
+                self._append_ends(piece + first)
 
     def finish(self) -> DatasetMeta:
         """Flush to the disk and publish under the final names; ValueError when there is no document."""
@@ -158,7 +199,7 @@ class IndexedWriter:
                 tokenizer=self.tokenizer,
                 vocab_size=self.vocab_size,
                 largest_id=self._largest if self._largest >= 0 else None,
-                sha256_bin=self._sha.hexdigest(),
+                sha256_bin=self._appender.digest(),
                 sha256_idx=sha256_idx,
             )
             self._publish(meta)
@@ -168,10 +209,18 @@ class IndexedWriter:
         return meta
 
     def abort(self) -> None:
-        """Remove everything that was written. Does nothing after :meth:`finish`."""
+        """Remove everything that was written, or leave it (``keep``). Does nothing after :meth:`finish`."""
         if self._open:
             self._open = False
-            self._remove()
+            self._give_up()
+
+    def state(self) -> WriterState:
+        """What has been written, all of it on the disk."""
+        self._flush()
+        sha256 = self._appender.digest()
+        for file in (self._bin, self._idx, self._borders):
+            file.sync()
+        return WriterState(self.sequences, self.documents, self.tokens, self._largest, sha256)
 
     def _refuse_existing(self) -> None:
         found = [str(path) for path in self._paths[:2] if path.exists()]
@@ -198,29 +247,28 @@ class IndexedWriter:
         return array.astype(self.dtype, copy=False)
 
     def _append_tokens(self, array: np.ndarray) -> None:
-        self._block += array.tobytes()
+        self._block += np.ascontiguousarray(array).view("u1").data
         self.tokens += array.size
         if len(self._block) >= _BLOCK:
             self._flush()
 
-    def _append_lengths(self, lengths: list[int]) -> None:
-        self._lengths += lengths
+    def _append_lengths(self, lengths: np.ndarray) -> None:
+        self._lengths += lengths.astype(LENGTH).tobytes()
         self.sequences += len(lengths)
-        if len(self._lengths) >= _CHUNK:
+        if len(self._lengths) >= _CHUNK * LENGTH.itemsize:
             self._flush()
 
-    def _append_ends(self, ends: list[int]) -> None:
-        self._ends += ends
+    def _append_ends(self, ends: np.ndarray) -> None:
+        self._ends += ends.astype(POINTER).tobytes()
         self.documents += len(ends)
-        if len(self._ends) >= _CHUNK:
+        if len(self._ends) >= _CHUNK * POINTER.itemsize:
             self._flush()
 
     def _flush(self) -> None:
-        self._sha.update(self._block)
-        self._bin.write(self._block)
-        self._idx.write(np.array(self._lengths, dtype=LENGTH).tobytes())
-        self._borders.write(np.array(self._ends, dtype=POINTER).tobytes())
-        self._block.clear()
+        self._appender.write(self._block)
+        self._block = bytearray()
+        self._idx.write(self._lengths)
+        self._borders.write(self._ends)
         self._lengths.clear()
         self._ends.clear()
 
@@ -254,6 +302,7 @@ class IndexedWriter:
         self._refuse_existing()
         for path in (idx_path, meta_path):  # from here on, no old index stands beside new tokens
             path.unlink(missing_ok=True)
+        self._appender.close()
         self._bin.publish(bin_path)
         meta_file.publish(meta_path)
         self._idx.publish(idx_path)
@@ -261,9 +310,13 @@ class IndexedWriter:
         sync_directory(bin_path.parent)
         self._open = False
 
-    def _remove(self) -> None:
+    def _give_up(self) -> None:
+        self._appender.close()
         for file in self._files:
-            file.remove()
+            if self._keep:
+                file.close()
+            else:
+                file.remove()
 
 
 def merge(prefixes: Sequence[str | Path], out: str | Path, *, overwrite: bool = False) -> DatasetMeta:

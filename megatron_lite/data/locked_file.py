@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
@@ -25,8 +28,13 @@ class LockedFile:
         self.path = Path(name + ".tmp")
         self._file: IO[bytes] | None = None
 
-    def open(self) -> None:
-        """Create it, empty; FileExistsError when another process is writing it."""
+    def open(self, keep: int = 0) -> None:
+        """Create it, or keep the first bytes of what is there.
+
+        Raises:
+            FileExistsError: another process is writing it.
+            ValueError: fewer bytes are there than are to be kept.
+        """
         file = open(self.path, "a+b", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -42,7 +50,10 @@ class LockedFile:
         if not same:  # its writer published or removed it between our opening and our lock
             file.close()
             raise FileExistsError(f"{self.path} was being written by another process")
-        file.truncate(0)
+        if os.fstat(file.fileno()).st_size < keep:
+            file.close()
+            raise ValueError(f"{self.path} has fewer than the {keep} bytes that were written to it")
+        file.truncate(keep)
         self._file = file
 
     def write(self, data: bytes | bytearray) -> None:
@@ -78,6 +89,12 @@ class LockedFile:
         assert self._file is not None
         os.fsync(self._file.fileno())
 
+    def close(self) -> None:
+        """Close and leave it; it can be opened again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
     def publish(self, path: Path) -> None:
         """Rename to ``path`` and close."""
         assert self._file is not None
@@ -92,6 +109,63 @@ class LockedFile:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
+
+
+class HashedAppender:
+    """Appends to a file and hashes what it appends, in a thread of its own, while the caller makes the next piece.
+
+    What has been given is flushed to the disk as it grows, so that little is left to flush at the end. An error of the disk
+    is raised by a later call. At most ``_WAITING`` pieces wait.
+    """
+
+    _WAITING = 8
+    _UNFLUSHED = 1 << 26  # bytes
+
+    def __init__(self, file: LockedFile) -> None:
+        self._file = file
+        self._sha = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: deque[Future[None]] = deque()
+        self._unflushed = 0
+        self._closed = False
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Append; the caller does not touch the data again."""
+        while len(self._pending) >= self._WAITING or (self._pending and self._pending[0].done()):
+            self._pending.popleft().result()
+        self._pending.append(self._thread.submit(self._append, data))
+
+    def go_on(self, size: int, sha256: str) -> None:
+        """Hash the first bytes of the file, which an earlier process wrote; a later call raises ValueError if it is not them."""
+        self._pending.append(self._thread.submit(self._hash_again, size, sha256))
+
+    def digest(self) -> str:
+        """The sha256 of everything, once it has been written."""
+        while self._pending:
+            self._pending.popleft().result()
+        return self._sha.hexdigest()
+
+    def close(self) -> None:
+        """End the thread; what it has in hand is written first."""
+        self._closed = True
+        self._thread.shutdown(cancel_futures=True)
+        self._pending.clear()
+
+    def _hash_again(self, size: int, sha256: str) -> None:
+        for piece in self._file.read(0, size, np.dtype("u1"), 1 << 22):
+            self._sha.update(piece.data)
+            if self._closed:
+                return
+        if self._sha.hexdigest() != sha256:
+            raise ValueError(f"{self._file.path} does not hold what was written to it: it cannot be gone on with")
+
+    def _append(self, data: bytes | bytearray) -> None:
+        self._file.write(data)
+        self._sha.update(data)
+        self._unflushed += len(data)
+        if self._unflushed >= self._UNFLUSHED:
+            self._file.sync()
+            self._unflushed = 0
 
 
 @contextlib.contextmanager

@@ -1,202 +1,85 @@
-"""From JSON lines to an indexed dataset.
+"""From text to an indexed dataset.
 
-The parent reads blocks of whole lines and writes; workers parse and tokenize (:mod:`megatron_lite.text.pool`).
-Blocks come back in order, so the output is the same bytes for any number of workers. What a record is, and which lines
-are bad, says :mod:`megatron_lite.text.records`. A bad one ends the run with file, line, reason and its first 80
-characters, or is counted by reason (``--skip-bad``); a text that the tokenizer refuses makes its record bad.
+The parent reads blocks of the input (:mod:`.inputs`, in a thread of its own), workers parse and tokenize them
+(:mod:`.encode`, :mod:`.pool`), and the parent writes what comes back in order, so the output is the same bytes for any
+number of workers. What a record is, and which lines are bad, says :mod:`.records`. A bad one ends the run with file,
+line, reason and its first 80 characters, or is counted by reason (``--skip-bad``); a text that the tokenizer refuses
+makes its record bad.
 
 A record in which a text is empty, only white space, or without a single token is *empty*: it is skipped for all keys,
 so that the outputs of several keys stay aligned, and counted.
 
-A worker that raises or dies ends the run; nothing stands under the final names before everything is complete.
+A worker that raises or dies ends the run; nothing stands under the final names before everything is complete. What is
+finished is written down as the run goes (:mod:`.journal`), and a killed run goes on from there on request.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-import regex
-
 from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.data.index_writer import IndexedWriter
 from megatron_lite.data.locked_file import interrupts_held
-from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
-from megatron_lite.text.records import BadInput, BadRecord, blocks, excerpt, numbered_lines, parse_line
-from megatron_lite.text.tokenizer import Tokenizer
-
-SENTENCE_END = regex.compile(
-    r"(?<=[.!?][\"')\]]*)\s+(?=\p{Lu}|\p{N}|[\"'(\[])"  # Latin script: a mark, white space, a capital
-    r"|(?<=[。！？][”」』）]*)(?![。！？”」』）])"  # Chinese, Japanese: a mark, its quotes  # noqa: RUF001
+from megatron_lite.text.ahead import ahead
+from megatron_lite.text.encode import (
+    SENTENCE_END,
+    Counts,
+    Encoded,
+    Options,
+    Work,
+    bad_input,
+    encode_block,
+    texts_of,
+    worker_function,
 )
+from megatron_lite.text.inputs import STANDARD_INPUT, Block, InputOptions, Lines
+from megatron_lite.text.journal import Finished, Identity, Journal
+from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
+from megatron_lite.text.progress import Progress
+from megatron_lite.text.records import BadInput
+from megatron_lite.text.shares import Part, Share, after, numbers_before, place_of, read, shares
+from megatron_lite.text.tokenizer import Tokenizer
+from megatron_lite.text.tokenizer_fast import Encoder, NotFast, encoder_of
 
+__all__ = ["SENTENCE_END", "Counts", "Options", "preprocess", "summary"]
 
-@dataclass(frozen=True)
-class Options:
-    """What a worker needs to turn lines into ids; sent to the workers.
-
-    Attributes:
-        tokenizer: builds the tokenizer, e.g. ``partial(build_tokenizer, "NullTokenizer", vocab_size=100)``.
-        keys: of the texts in a record; an output each.
-        append_eod: end each document with the end-of-document id.
-        split_sentences: each sentence is a sequence of its document; white space between sentences is dropped.
-        skip_bad: leave bad records out and count them.
-    """
-
-    tokenizer: Callable[[], Tokenizer]
-    keys: tuple[str, ...] = ("text",)
-    append_eod: bool = False
-    split_sentences: bool = False
-    skip_bad: bool = False
+_FINISHED_BYTES = 1 << 28  # of input, after which the finished part is written down
+_COMPARED = 10_000  # one of so many records is compared with the reference tokenizer
+_TRIED = 1 << 16  # characters of the input's start that the fast tokenizer is tried on
+_AHEAD = 8  # blocks that are read before they are asked for
 
 
 @dataclass
-class Counts:
-    """What became of the records."""
+class _Input:
+    """The blocks of a run in order, and where those that the workers have began."""
 
-    documents: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    empty: int = 0
-    holds_eod: int = 0  # texts that themselves encode to the end-of-document token
-    bad: Counter[str] = field(default_factory=Counter)
+    blocks: Iterator[tuple[Share, Block]]
+    options: InputOptions
+    given: deque[tuple[Share, Block]] = field(default_factory=deque)
 
-    def add(self, other: Counts) -> None:
-        """Add another's numbers."""
-        for name in ("documents", "tokens", "bytes", "empty", "holds_eod"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.bad.update(other.bad)
+    def work(self) -> Iterator[Work]:
+        """What workers get."""
+        earlier = compared = 0  # records of earlier files, and those that are to be compared
+        last: Block | None = None
+        for share, block in self.blocks:
+            if last is not None and last.file != block.file:
+                earlier += last.first + (last.data.count(b"\n") if isinstance(last, Lines) else len(last))
+            due = (earlier + block.first - 1) // _COMPARED - compared
+            compared += due
+            last = block
+            self.given.append((share, block))
+            yield Work(block, due)
 
-
-@dataclass(frozen=True)
-class Lines:
-    """A block of whole lines of a file."""
-
-    file: str
-    first: int
-    data: bytes
-
-
-@dataclass
-class Block:
-    """What a worker makes of a block of lines: for each key the ids, int64, and each document's sequence lengths."""
-
-    counts: Counts
-    tokens: list[np.ndarray] = field(default_factory=list)
-    lengths: list[list[list[int]]] = field(default_factory=list)
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class _Record:
-    number: int  # of its line
-    line: bytes
-    texts: list[str]
-
-    def pieces(self, split: bool) -> list[list[str]]:
-        """For each text the strings that become its sequences."""
-        return [[s for s in SENTENCE_END.split(t) if s.strip()] if split else [t] for t in self.texts]
-
-
-Sequences = list[list[int]]  # ids of the sequences of one document
-
-
-def encode_block(tokenizer: Tokenizer, options: Options, lines: Lines) -> Block:
-    """Parse and tokenize a block. A record that ends the run gives a block with ``error`` alone."""
-    block = Block(Counts(bytes=len(lines.data)))
-
-    def refuse(number: int, line: bytes, why: BadRecord) -> None:
-        if not options.skip_bad:
-            raise BadInput(f"{lines.file}:{number}: {why}: {excerpt(line)}")
-        block.counts.bad[why.reason] += 1
-
-    try:
-        records = []
-        for number, line in numbered_lines(lines.first, lines.data):
-            try:
-                texts = parse_line(line, options.keys)
-            except BadRecord as why:
-                refuse(number, line, why)
-                continue
-            if all(text.strip() for text in texts):
-                records.append(_Record(number, line, texts))
-            else:
-                block.counts.empty += 1
-        documents = []
-        for record, found in zip(records, _encode(tokenizer, options, lines.file, records), strict=True):
-            if isinstance(found, BadRecord):
-                refuse(record.number, record.line, found)
-            elif all(found):
-                documents.append(found)
-            else:
-                block.counts.empty += 1
-    except BadInput as error:
-        return Block(block.counts, error=str(error))
-    _pack(block, tokenizer, options, documents)
-    return block
-
-
-def _encode(
-    tokenizer: Tokenizer, options: Options, file: str, records: list[_Record]
-) -> list[list[Sequences] | BadRecord]:
-    """For each record its texts' sequences (without empty ones), or why the tokenizer refuses it."""
-    pieces = [record.pieces(options.split_sentences) for record in records]
-    try:
-        encoded = iter(tokenizer.encode_batch([s for texts in pieces for text in texts for s in text]))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException:  # compiled tokenizers panic with a BaseException of their own
-        return [_encode_one(tokenizer, file, r, p) for r, p in zip(records, pieces, strict=True)]  # to know which it is
-    return [[_without_empty([next(encoded) for _ in text]) for text in texts] for texts in pieces]
-
-
-def _encode_one(
-    tokenizer: Tokenizer, file: str, record: _Record, pieces: list[list[str]]
-) -> list[Sequences] | BadRecord:
-    try:
-        return [_without_empty(tokenizer.encode_batch(text)) for text in pieces]
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except ValueError as error:
-        return BadRecord("the tokenizer cannot encode the text", f" ({error})")
-    except BaseException as error:
-        what = f"the tokenizer failed ({type(error).__name__}: {error})"
-        raise BadInput(f"{file}:{record.number}: {what}: {excerpt(record.line)}") from None
-
-
-def _without_empty(sequences: Sequences) -> Sequences:
-    return [s for s in sequences if s]
-
-
-def _pack(block: Block, tokenizer: Tokenizer, options: Options, documents: list[list[Sequences]]) -> None:
-    """Append the end of each document, and put ids and lengths of each key in one piece."""
-    block.counts.documents = len(documents)
-    for column in range(len(options.keys)):
-        lengths, parts = [], []
-        for document in (texts[column] for texts in documents):
-            block.counts.holds_eod += any(tokenizer.eod_id in s for s in document)
-            if options.append_eod:
-                document[-1] = [*document[-1], tokenizer.eod_id]
-            lengths.append([len(s) for s in document])
-            parts += document
-        total = sum(map(sum, lengths))
-        block.tokens.append(np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=total))
-        block.lengths.append(lengths)
-        block.counts.tokens += total
-
-
-def worker_function(options: Options) -> Callable[[Lines], Block]:
-    """What a worker process does with a block; builds the tokenizer."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of the tokenizers package: processes are the parallelism
-    return partial(encode_block, options.tokenizer(), options)
+    def numbers_before(self, share: Share) -> int:
+        """What to add to the numbers of lines in blocks of a share."""
+        return numbers_before(share, self.options)
 
 
 def preprocess(
@@ -204,54 +87,81 @@ def preprocess(
     output_prefix: str,
     options: Options,
     *,
+    reading: InputOptions | None = None,
     workers: int = 1,
     overwrite: bool = False,
+    part: Part | None = None,
+    resume: bool = False,
     log_interval: int = 0,
+    bar: bool = False,
     say: Callable[[str], None] = print,
 ) -> Counts:
     """Tokenize files into ``PREFIX_KEY_document.bin/.idx/.meta.json``, one pair per key.
 
+    Args:
+        inputs: files, as :func:`megatron_lite.text.inputs.expand_inputs` gives them.
+        output_prefix: PREFIX.
+        options: what is done to the texts.
+        reading: how files are read; the keys are those of ``options``.
+        workers: processes; 1: this one does it all.
+        overwrite: replace outputs that are there.
+        part: only this share of the input; datasets of all parts, merged in order, are that of the whole.
+        resume: go on where an earlier run stopped, if one did; and when this one stops, leave what a later one needs.
+        log_interval: documents between lines of progress; 0: none.
+        bar: a progress bar in place of lines.
+        say: prints a line.
+
     Raises:
         BadInput: a bad record, a worker that died, or no document at all; no output is left.
         FileExistsError: the output is there and ``overwrite`` is off.
-        ValueError: a tokenizer that cannot be used, or a key given twice.
+        ValueError: a tokenizer that cannot be used, a key given twice, or nothing of this kind to resume.
         OSError: the output cannot be written; none is left.
     """
     if len(set(options.keys)) != len(options.keys):
         raise ValueError(f"--json-keys {' '.join(options.keys)}: each key once, since each has an output of its own")
     tokenizer = options.tokenizer()  # before any work: a tokenizer without an end token is refused here
-    total, started, said = Counts(), time.monotonic(), 0
+    reading = replace(reading or InputOptions(), keys=options.keys)
+    whole = shares(inputs, reading, part)
+    total = Counts()
     with ExitStack() as stack:
-        writers: list[IndexedWriter] = []
+        journal = Journal(output_prefix, _identity(inputs, options, reading, tokenizer, part), keep=resume)
         with interrupts_held():
-            for key in options.keys:
-                writer = IndexedWriter(
-                    f"{output_prefix}_{key}_document",
-                    vocab_size=tokenizer.vocab_size,
-                    eod_id=tokenizer.eod_id if options.append_eod else None,
-                    tokenizer=tokenizer.fingerprint,
-                    overwrite=overwrite,
-                )
-                stack.callback(writer.abort)  # does nothing once it has been finished
-                writers.append(writer)
-        for block in _encoded(inputs, tokenizer, options, workers, stack):
-            if block.error is not None:
-                raise BadInput(block.error)
-            _store(writers, block)
-            total.add(block.counts)
-            if log_interval and total.documents - said >= log_interval:
-                said = total.documents
-                seconds = time.monotonic() - started
-                say(f"{said} documents, {said / seconds:.0f} documents/s, {total.bytes / 1e6 / seconds:.2f} MB/s")
+            finished = journal.open(resume)
+            stack.callback(journal.end)
+            writers = _writers(stack, output_prefix, options, tokenizer, overwrite, resume, finished)
+        left = whole if finished is None else after(whole, finished.place)
+        progress = stack.enter_context(Progress(sum(s.size for s in whole), say, log_interval, bar))
+        if finished is not None:
+            total = finished.counts
+            progress.resume(total, _taken(whole, *next(iter(read(left[:1], reading)), (left[0], None))))
+            say(f"going on after {total.documents:,} documents")
+        source = read(left, reading)
+        if STANDARD_INPUT not in map(str, inputs):  # a thread that waits for the terminal could not be ended
+            source = stack.enter_context(closing(ahead(source, _AHEAD)))
+        encoder, source = _encoder(tokenizer, options, source, say)
+        stream = _Input(source, reading)
+        written_down = total.bytes
+        for encoded in _encoded(stream, encoder, replace(options, fast=encoder.is_fast), workers, stack):
+            share, block = stream.given.popleft()
+            if encoded.failure is not None:
+                raise bad_input(block.file, encoded.failure, stream.numbers_before(share))
+            if total.bytes - written_down >= _FINISHED_BYTES:
+                journal.add(place_of(share.file, block), total, [writer.state() for writer in writers])
+                written_down = total.bytes
+            for writer, column in zip(writers, encoded.columns, strict=True):
+                writer.add_documents(column.tokens, column.lengths, column.sequences)
+            total.add(encoded.counts)
+            progress.show(total, _taken(whole, share, block))
         if not total.documents:
             raise BadInput(
-                f"no documents were written: {len(inputs)} file(s) of {total.bytes} bytes held {total.empty} empty and "
-                f"{sum(total.bad.values())} bad records"
+                f"no documents were written: {len(whole)} file(s) of {total.bytes} bytes held {total.empty} empty and "
+                f"{sum(total.bad.values())} bad records" + (f" in part {part[0]} of {part[1]}" if part else "")
             )
         published = False
         try:
             with interrupts_held():
                 _publish(writers)
+                journal.end(done=True)
                 published = True
         except KeyboardInterrupt:
             if not published:  # else it came when everything was done
@@ -259,34 +169,80 @@ def preprocess(
     return total
 
 
-def _encoded(
-    inputs: Sequence[Path], tokenizer: Tokenizer, options: Options, workers: int, stack: ExitStack
-) -> Iterator[Block]:
+def _identity(
+    inputs: Sequence[Path], options: Options, reading: InputOptions, tokenizer: Tokenizer, part: Part | None
+) -> Identity:
+    """What decides the output."""
+    files = [[str(p), s.st_size, s.st_mtime_ns] for p in inputs if p.is_file() and (s := p.stat())]
+    named = {"part": part and list(part), "tokenizer": tokenizer.fingerprint, "json_keys": list(options.keys)}
+    flags = {name: getattr(options, name) for name in ("append_eod", "split_sentences", "skip_bad")}
+    return {"inputs": files, **named, **flags, "encoding": reading.encoding, "separator": reading.separator}
+
+
+def _writers(
+    stack: ExitStack, prefix: str, options: Options, tokenizer: Tokenizer, overwrite: bool, keep: bool, done: Finished | None
+) -> list[IndexedWriter]:
+    """A writer for each key; the stack aborts them."""
+    writers: list[IndexedWriter] = []
+    for i, key in enumerate(options.keys):
+        writer = IndexedWriter(
+            f"{prefix}_{key}_document",
+            vocab_size=tokenizer.vocab_size,
+            eod_id=tokenizer.eod_id if options.append_eod else None,
+            tokenizer=tokenizer.fingerprint,
+            overwrite=overwrite,
+            keep=keep,
+            resume=done.outputs[i] if done else None,
+        )
+        stack.callback(writer.abort)  # does nothing once it has been finished
+        writers.append(writer)
+    return writers
+
+
+def _encoder(
+    tokenizer: Tokenizer, options: Options, source: Iterator[tuple[Share, Block]], say: Callable[[str], None]
+) -> tuple[Encoder, Iterator[tuple[Share, Block]]]:
+    """The fast form of the tokenizer, if it is proved on the first block; and all blocks."""
+    encoder, first = Encoder(tokenizer), list(next(source, ()))
+    again = chain([(first[0], first[1])] if first else [], source)
+    if options.fast:
+        try:
+            encoder = encoder_of(tokenizer, texts_of(first[1], options, _TRIED) if first else [])
+        except NotFast as why:
+            say(f"note: tokenizing by the reference library, which is slower: {why}")
+    return encoder, again
+
+
+def _encoded(stream: _Input, encoder: Encoder, options: Options, workers: int, stack: ExitStack) -> Iterator[Encoded]:
     """Every block in order."""
-    work = (Lines(str(path), line, data) for path in inputs for line, data in blocks(path))
     if workers == 1:
-        yield from (encode_block(tokenizer, options, lines) for lines in work)
+        yield from (encode_block(encoder, options, work) for work in stream.work())
         return
     pool = stack.enter_context(OrderedPool(workers, partial(worker_function, options)))
     try:
-        yield from pool.map(work)
+        yield from pool.map(stream.work())
     except WorkerFailed as error:
         raise BadInput(f"{error}; nothing was written") from None
     except WorkerDied as error:
-        what = ""
-        if isinstance(lines := error.item, Lines):
-            what = f" in lines {lines.first} to {lines.first + lines.data.rstrip().count(bytes([10]))} of {lines.file}"
+        what = f" in {_numbers(stream, error.item.block)}" if isinstance(error.item, Work) else ""
         hint = " Out of memory? Fewer --workers need less." if "SIGKILL" in error.worker else ""
         raise BadInput(f"{error.worker}{what}; nothing was written.{hint}") from None
 
 
-def _store(writers: Sequence[IndexedWriter], block: Block) -> None:
-    for writer, tokens, lengths in zip(writers, block.tokens, block.lengths, strict=True):
-        start = 0
-        for document in lengths:
-            size = sum(document)
-            writer.add_document(tokens[start : start + size], document)
-            start += size
+def _numbers(stream: _Input, block: Block) -> str:
+    """Which lines a block holds, for people."""
+    if not isinstance(block, Lines):
+        return f"documents {block.first} to {block.first + len(block) - 1} of {block.file}"
+    first = block.first + next((stream.numbers_before(share) for share, given in stream.given if given is block), 0)
+    return f"lines {first} to {first + block.data.rstrip().count(bytes([10]))} of {block.file}"
+
+
+def _taken(whole: Sequence[Share], share: Share, block: Block | None) -> int:
+    """Bytes on the disk that have been read when a block has been."""
+    before = sum(s.size for s in whole if s.file < share.file)
+    own = next(s for s in whole if s.file == share.file)
+    begin = own.start if isinstance(block, Lines) else 0
+    return before + (0 if block is None else min(own.size, max(0, block.taken - begin)))
 
 
 def _publish(writers: Sequence[IndexedWriter]) -> None:

@@ -79,16 +79,23 @@ class HuggingFaceTokenizer:
             raise ValueError("this tokenizer type needs --tokenizer-model, a tokenizer.json or its directory")
         given = Path(path)
         file = given / "tokenizer.json" if given.is_dir() else given
+        self.directory = file.parent
         data = read_file(str(file), "--tokenizer-model")
         try:
             self._fast: Any = Fast.from_str(data.decode("utf-8"))
         except Exception as e:  # the library raises plain Exception with its parser's message
             raise ValueError(f"--tokenizer-model {file} is not a tokenizer.json: {e}") from None
+        self.content = data.decode("utf-8")
         self._fast.no_truncation()
         self._fast.no_padding()
         self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eod_id = self._find_end(file, json.loads(data), eod_token)
         self.fingerprint = fingerprint("hf", data, str(self.eod_id).encode())
+
+    @property
+    def special_texts(self) -> list[str]:
+        """Spellings that are taken as one token wherever they are."""
+        return [t.content for t in self._fast.get_added_tokens_decoder().values()]
 
     def _find_end(self, file: Path, content: dict[str, Any], eod_token: str | None) -> int:
         declared = eod_token or _declared_end(file.parent)
@@ -157,21 +164,22 @@ class SentencePieceTokenizer:
         import sentencepiece
 
         data = read_file(path, "--tokenizer-model")
+        self.data = data
         try:
             if not data:
                 raise RuntimeError("the file is empty")
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=data)
+            self.model = sentencepiece.SentencePieceProcessor(model_proto=data)
         except RuntimeError as e:
             raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model: {e}") from None
-        self.vocab_size = self._model.vocab_size()
-        end = self._model.piece_to_id(eod_token) if eod_token else self._model.eos_id()
-        if end < 0 or (eod_token and end == self._model.unk_id()):
+        self.vocab_size = self.model.vocab_size()
+        end = self.model.piece_to_id(eod_token) if eod_token else self.model.eos_id()
+        if end < 0 or (eod_token and end == self.model.unk_id()):
             raise ValueError(
                 f"{path} has no end-of-sequence piece ({eod_token or 'eos_id is -1'}): name one with --eod-token"
             )
         self.eod_id = int(end)
-        self._bos = [self._model.bos_id()] if add_bos else []
-        if self._bos and self._bos[0] < 0:
+        self.begin = [self.model.bos_id()] if add_bos else []
+        if self.begin and self.begin[0] < 0:
             raise ValueError(
                 f"{path} has no begin-of-sequence piece, which Llama2Tokenizer puts before each document: "
                 "take --tokenizer-type SentencePieceTokenizer"
@@ -179,14 +187,14 @@ class SentencePieceTokenizer:
         self.fingerprint = fingerprint("sentencepiece", data, str(add_bos).encode(), str(end).encode())
 
     def encode(self, text: str) -> list[int]:
-        return self._bos + list(self._model.encode(text))
+        return self.begin + list(self.model.encode(text))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        unknown = self._model.unk_id()
-        return str(self._model.decode([int(i) if 0 <= i < self.vocab_size else unknown for i in ids]))
+        unknown = self.model.unk_id()
+        return str(self.model.decode([int(i) if 0 <= i < self.vocab_size else unknown for i in ids]))
 
 
 class NullTokenizer:

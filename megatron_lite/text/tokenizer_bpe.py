@@ -49,17 +49,18 @@ class Gpt2BpeTokenizer:
 
     def __init__(self, vocab_file: str | None, merge_file: str | None, eod_token: str | None = None) -> None:
         vocab_bytes, merge_bytes = read_file(vocab_file, "--vocab-file"), read_file(merge_file, "--merge-file")
-        self._ids = _read_vocabulary(vocab_file, vocab_bytes)
-        self._ranks = {pair: rank for rank, pair in enumerate(_read_merges(merge_file, merge_bytes))}
-        self.vocab_size = max(self._ids.values()) + 1
+        self.vocabulary = _read_vocabulary(vocab_file, vocab_bytes)
+        self.merges = _read_merges(merge_file, merge_bytes)
+        self._ranks = {pair: rank for rank, pair in enumerate(self.merges)}
+        self.vocab_size = max(self.vocabulary.values()) + 1
         end = eod_token or "<|endoftext|>"
-        if end not in self._ids:
+        if end not in self.vocabulary:
             raise ValueError(f"--vocab-file {vocab_file} has no {end!r}: name its end of document with --eod-token")
-        self.eod_id = self._ids[end]
+        self.eod_id = self.vocabulary[end]
         self.fingerprint = fingerprint("gpt2", vocab_bytes, merge_bytes, str(self.eod_id).encode())
         self._alphabet = byte_alphabet()
         self._bytes = {c: b for b, c in self._alphabet.items()}
-        self._texts = {i: t for t, i in self._ids.items()}
+        self._texts = {i: t for t, i in self.vocabulary.items()}
         self._pattern = regex.compile(GPT2_PATTERN)
         self._cached = lru_cache(maxsize=1 << 18)(self._merge)
 
@@ -84,7 +85,7 @@ class Gpt2BpeTokenizer:
                 if left >= 0 and right < count and (new := self._ranks.get((parts[left], parts[right]))) is not None:
                     heapq.heappush(heap, (new, left))
         try:
-            return tuple(self._ids[p] for p in parts if p)
+            return tuple(self.vocabulary[p] for p in parts if p)
         except KeyError as e:
             raise ValueError(
                 f"the vocabulary has no entry for {e.args[0]!r}, which the merges produce: "
@@ -167,6 +168,7 @@ class TiktokenTokenizer:
                 f"--tokenizer-model {path} has no token for {len(missing)} of the 256 single bytes "
                 f"(0x{missing[0]:02x}, ...): not every text could be encoded"
             )
+        self.ranks, self.pattern = ranks, pattern
         self._encoding: Any = tiktoken.Encoding(
             "file", pat_str=TIKTOKEN_PATTERNS[pattern], mergeable_ranks=ranks, special_tokens=special
         )
@@ -190,6 +192,11 @@ class TiktokenTokenizer:
             except KeyError:
                 data += "\ufffd".encode()
         return data.decode("utf-8", errors="replace")
+
+
+def has_long_space(text: str) -> bool:
+    """Whether a text is encoded in parts for its runs of white space."""
+    return len(text) > LONGEST_SPACE and len(_cut_long_space(text)) > 1
 
 
 def _cut_long_space(text: str) -> list[str]:

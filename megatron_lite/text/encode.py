@@ -1,0 +1,294 @@
+"""What a preprocessing worker does: a block of input becomes ids, and what has to be known about them.
+
+The work of a document in Python is a few dictionary look-ups; tokens are only ever in arrays. The ids of a key's texts
+lie back to back; empty documents are taken out, ends of documents put in and ids narrowed to the type of the file by
+operations on the whole block.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+import regex
+
+from megatron_lite.data.index_format import choose_dtype
+from megatron_lite.text.inputs import Lines, Texts
+from megatron_lite.text.records import BYTE_ORDER_MARK, BadInput, BadRecord, excerpt, parse_line
+from megatron_lite.text.tokenizer import Tokenizer
+from megatron_lite.text.tokenizer_fast import Encoder, FastDiffers, Ids, encoder_of, flat, surrounded
+
+SENTENCE_END = regex.compile(
+    r"(?<=[.!?][\"')\]]*)\s+(?=\p{Lu}|\p{N}|[\"'(\[])"  # Latin script: a mark, white space, a capital
+    r"|(?<=[。！？][”」』）]*)(?![。！？”」』）])"  # Chinese, Japanese: a mark, its quotes  # noqa: RUF001
+)
+_LONG = 200_000  # characters; a longer text is not compared with the reference, which would take its time
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a worker needs to turn lines into ids; sent to the workers.
+
+    Attributes:
+        tokenizer: builds the tokenizer, e.g. ``partial(build_tokenizer, "NullTokenizer", vocab_size=100)``.
+        keys: of the texts in a record; an output each.
+        append_eod: end each document with the end-of-document id.
+        split_sentences: each sentence is a sequence of its document; white space between sentences is dropped.
+        skip_bad: leave bad records out and count them.
+        fast: use the fast form of the tokenizer where it is proved equal.
+    """
+
+    tokenizer: Callable[[], Tokenizer]
+    keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    split_sentences: bool = False
+    skip_bad: bool = False
+    fast: bool = True
+
+
+@dataclass
+class Counts:
+    """What became of the records."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    empty: int = 0
+    holds_eod: int = 0  # texts that themselves encode to the end-of-document token
+    compared: int = 0  # texts whose ids were compared with the reference's
+    bad: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Counts) -> None:
+        """Add another's numbers."""
+        for name in ("documents", "tokens", "bytes", "empty", "holds_eod", "compared"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.bad.update(other.bad)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A block of input, and how many of its texts are to be compared with the reference."""
+
+    block: Lines | Texts
+    compare: int = 0
+
+
+@dataclass(frozen=True)
+class Column:
+    """The documents of one key: ids in the type of the file, sequence lengths and sequences of each document (None: one)."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    sequences: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ends a run: line (or document) of the block's file, and why."""
+
+    number: int
+    what: str
+
+
+@dataclass
+class Encoded:
+    """What a worker makes of a block: a column per key, or a failure alone."""
+
+    counts: Counts
+    columns: list[Column] = field(default_factory=list)
+    failure: Failure | None = None
+
+
+class _Stop(Exception):
+    def __init__(self, number: int, what: str, line: bytes) -> None:
+        super().__init__(number, f"{what}: {excerpt(line)}")
+
+
+class _Record(NamedTuple):
+    number: int  # of its line or document
+    start: bytes  # of what stands there; the line
+    texts: list[str]
+
+
+def encode_block(encoder: Encoder, options: Options, work: Work) -> Encoded:
+    """Parse and tokenize a block."""
+    found = Encoded(Counts())
+    try:
+        records = list(_records(work.block, options, found.counts))
+        pieces = [_pieces([r.texts[k] for r in records], options) for k in range(len(options.keys))]
+        try:
+            ids = [encoder.encode(texts) for texts, _ in pieces]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # compiled tokenizers panic with a BaseException of their own
+            records, pieces, ids = _one_by_one(encoder.tokenizer, options, records, found.counts)
+        else:
+            if work.compare and encoder.is_fast and records:
+                _compare(encoder, records, pieces[0], ids[0], work.compare)
+                found.counts.compared += work.compare
+    except _Stop as stop:
+        return Encoded(found.counts, failure=Failure(*stop.args))
+    _pack(found, encoder.tokenizer, options, [(i, n) for i, (_, n) in zip(ids, pieces, strict=True)])
+    return found
+
+
+def _refuse(options: Options, counts: Counts, number: int, line: bytes, why: BadRecord) -> None:
+    if not options.skip_bad:
+        raise _Stop(number, str(why), line)
+    counts.bad[why.reason] += 1
+
+
+def _records(block: Lines | Texts, options: Options, counts: Counts) -> Iterator[_Record]:
+    """Records whose texts are more than white space; the others are counted, or end the run."""
+    for number, start, texts in _lines(block, options) if isinstance(block, Lines) else _documents(block, options):
+        if isinstance(texts, BadRecord):
+            _refuse(options, counts, number, start, texts)
+        elif not all(texts) or any(map(str.isspace, texts)):
+            counts.empty += 1
+        else:
+            counts.bytes += 0 if isinstance(block, Lines) else sum(map(len, texts))
+            yield _Record(number, start, texts)
+    if isinstance(block, Lines):
+        counts.bytes += len(block.data)
+
+
+def _lines(block: Lines, options: Options) -> Iterator[tuple[int, bytes, list[str] | BadRecord]]:
+    """(number, line, its texts or what is wrong) of lines that are not blank."""
+    loads, keys = orjson.loads, options.keys
+    for number, line in enumerate(block.data.split(b"\n"), block.first):
+        try:
+            record = loads(line)
+            texts = [record[key] for key in keys]
+        except (ValueError, TypeError, KeyError, IndexError):
+            texts = [None]
+        if {*map(type, texts)} != {str}:  # blank, bad, or read by wider rules
+            line = line.removeprefix(BYTE_ORDER_MARK)
+            if not line.strip():
+                continue
+            try:
+                texts = parse_line(line, keys)
+            except BadRecord as why:
+                yield number, line, why
+                continue
+        yield number, line, texts
+
+
+def _documents(block: Texts, options: Options) -> Iterator[tuple[int, bytes, list[str] | BadRecord]]:
+    refused = {bad.index: bad for bad in block.refused}
+    columns = [block.columns[block.keys.index(key)] for key in options.keys]
+    for index, texts in enumerate(zip(*columns, strict=True)):
+        bad = refused.get(index)
+        start = texts[0][:80].encode() if bad is None else bad.start
+        yield block.first + index, start, list(texts) if bad is None else bad.why
+
+
+def _pieces(texts: list[str], options: Options) -> tuple[list[str], np.ndarray | None]:
+    """The strings that become sequences, and how many each text has (None: it is one)."""
+    if not options.split_sentences:
+        return texts, None
+    cut = [[s for s in SENTENCE_END.split(text) if s.strip()] for text in texts]
+    return [s for sentences in cut for s in sentences], np.array([len(s) for s in cut], dtype=np.int64)
+
+
+Pieces = tuple[list[str], np.ndarray | None]
+
+
+def _one_by_one(
+    tokenizer: Tokenizer, options: Options, records: list[_Record], counts: Counts
+) -> tuple[list[_Record], list[Pieces], list[Ids]]:
+    """The records that the tokenizer takes, when it does not take all."""
+    taken: list[_Record] = []
+    encoded: list[list[list[int]]] = [[] for _ in options.keys]
+    for record in records:
+        try:
+            ids = [tokenizer.encode_batch(_pieces([text], options)[0]) for text in record.texts]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except ValueError as error:
+            why = BadRecord("the tokenizer cannot encode the text", f" ({error})")
+            _refuse(options, counts, record.number, record.start, why)
+        except BaseException as error:
+            what = f"the tokenizer failed ({type(error).__name__}: {error})"
+            raise _Stop(record.number, what, record.start) from None
+        else:
+            taken.append(record)
+            for column, sequences in zip(encoded, ids, strict=True):
+                column += sequences
+    pieces = [_pieces([r.texts[k] for r in taken], options) for k in range(len(options.keys))]
+    return taken, pieces, [flat(sequences) for sequences in encoded]
+
+
+def _compare(encoder: Encoder, records: list[_Record], pieces: Pieces, ids: Ids, number: int) -> None:
+    """Compare the ids of some texts with the reference's: those with the rarest characters."""
+    texts, counts = pieces
+    rarest = sorted(range(len(texts)), key=lambda i: (len(texts[i]) > _LONG, -ord(max(texts[i]))))[:number]
+    try:
+        encoder.check(texts, ids, rarest)
+    except FastDiffers as error:
+        at = error.index if counts is None else int(np.searchsorted(np.cumsum(counts), error.index, side="right"))
+        what = f"{error}; run with --no-fast-tokenizer"
+        raise _Stop(records[at].number, what, records[at].start) from None
+
+
+def _pack(
+    found: Encoded, tokenizer: Tokenizer, options: Options, columns: list[tuple[Ids, np.ndarray | None]]
+) -> None:
+    """Take out documents without a token, append the ends, and narrow the ids."""
+    sizes = [ids.lengths if pieces is None else _sums(ids.lengths, pieces) for ids, pieces in columns]
+    keep = np.logical_and.reduce([size > 0 for size in sizes])
+    found.counts.documents = int(keep.sum())
+    found.counts.empty += len(keep) - found.counts.documents
+    dtype = choose_dtype(tokenizer.vocab_size)
+    for (ids, lengths), pieces, size in ((ids, pieces, size) for (ids, pieces), size in zip(columns, sizes, strict=True)):
+        if not keep.all():
+            ids = ids[np.repeat(keep, size)]
+            lengths = lengths[keep if pieces is None else np.repeat(keep, pieces)]
+            size, pieces = size[keep], None if pieces is None else pieces[keep]
+        if pieces is not None:  # sentences without a token are no sequences
+            pieces = _sums((lengths > 0).astype(np.int64), pieces)
+            lengths = lengths[lengths > 0]
+        ends = np.flatnonzero(ids == tokenizer.eod_id)
+        found.counts.holds_eod += len(np.unique(np.searchsorted(np.cumsum(size), ends, side="right")))
+        if options.append_eod:
+            ids = surrounded(Ids(ids, size), (), (tokenizer.eod_id,)).ids
+            lengths = lengths.copy()
+            lengths[slice(None) if pieces is None else np.cumsum(pieces) - 1] += 1
+        found.counts.tokens += len(ids)
+        fits = not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) <= np.iinfo(dtype).max)
+        found.columns.append(Column(ids.astype(dtype) if fits else ids, lengths, pieces))  # the writer refuses what does not fit
+
+
+def _sums(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Sums of runs of ``counts`` values; no run is empty."""
+    return np.add.reduceat(values, np.cumsum(counts) - counts) if len(counts) else counts
+
+
+def worker_function(options: Options) -> Callable[[Work], Encoded]:
+    """What a worker process does with a block; builds the tokenizer."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of the tokenizers package: processes are the parallelism
+    tokenizer = options.tokenizer()
+    encoder = encoder_of(tokenizer, prove=False) if options.fast else Encoder(tokenizer)
+    return partial(encode_block, encoder, options)
+
+
+def texts_of(block: Any, options: Options, most: int) -> list[str]:
+    """Some texts of a block, to try a tokenizer on; bad records are passed over."""
+    texts: list[str] = []
+    for _, _, found in _lines(block, options) if isinstance(block, Lines) else _documents(block, options):
+        if not isinstance(found, BadRecord):
+            texts += [text for text in found if len(text) <= most]
+            most -= sum(map(len, texts[-len(options.keys) :]))
+        if most <= 0:
+            break
+    return texts
+
+
+def bad_input(file: str, failure: Failure, lines_before: int) -> BadInput:
+    """The error that ends a run."""
+    return BadInput(f"{file}:{failure.number + lines_before}: {failure.what}")

@@ -1,0 +1,103 @@
+"""The journal of a run: up to where its output is finished, so that a killed run can go on.
+
+``PREFIX.journal.tmp``, a line of JSON first for what the run is (inputs, options, tokenizer), then one for each finished
+part of the work: the place in the input where the next one begins, the counts so far, and the state of each output's
+temporary files. Outputs are on the disk before their line is. A last line that is cut off is as if it had not been
+written; what the outputs hold beyond the last line is cut away. It is removed, or left, with the temporaries.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.data.index_writer import WriterState
+from megatron_lite.data.locked_file import LockedFile
+from megatron_lite.text.encode import Counts
+from megatron_lite.text.shares import Place
+
+Identity = dict[str, Any]  # what must be the same for a run to go on; JSON
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Where a run goes on, and what it has: its counts, and its outputs in order."""
+
+    place: Place
+    counts: Counts
+    outputs: list[WriterState]
+
+
+class Journal:
+    """Writes the journal of a run; ``keep``: :meth:`end` leaves it to a run that resumes."""
+
+    def __init__(self, prefix: str, identity: Identity, keep: bool) -> None:
+        self._keep = keep
+        self._file = LockedFile(prefix + ".journal")
+        self._identity = json.loads(json.dumps(identity))
+
+    def open(self, resume: bool) -> Finished | None:
+        """Begin a journal; or go on with the one that is there, and give its last line.
+
+        Raises:
+            ValueError: it is of a run with other inputs or options.
+            FileExistsError: its run has not ended.
+            FileNotFoundError: there is no such directory.
+        """
+        if not self._file.path.parent.is_dir():
+            raise FileNotFoundError(f"{self._file.path.parent}: no such directory (for {self._file.path.name})")
+        lines = _whole_lines(self._file.path) if resume else []
+        if lines and (differ := _differences(json.loads(lines[0]), self._identity)):
+            raise ValueError(
+                f"--resume: {self._file.path} is of a run with other inputs or options: {'; '.join(differ)}. "
+                "Give the same, or leave --resume out to start anew"
+            )
+        self._file.open(sum(map(len, lines)))
+        if not lines:
+            self._write(self._identity)
+        return _finished(json.loads(lines[-1])) if len(lines) > 1 else None
+
+    def add(self, place: Place, counts: Counts, outputs: Sequence[WriterState]) -> None:
+        """A part of the work is finished."""
+        self._write({"place": asdict(place), "counts": asdict(counts), "outputs": [asdict(o) for o in outputs]})
+
+    def end(self, done: bool = False) -> None:
+        """The run has ended."""
+        if self._keep and not done:
+            self._file.close()
+        else:
+            self._file.remove()
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._file.write(json.dumps(entry).encode() + b"\n")
+        self._file.sync()
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+
+
+def _finished(entry: dict[str, Any]) -> Finished:
+    counts = Counts(**entry["counts"] | {"bad": Counter(entry["counts"]["bad"])})
+    return Finished(Place(**entry["place"]), counts, [WriterState(**o) for o in entry["outputs"]])
+
+
+def _differences(then: Identity, now: Identity) -> list[str]:
+    """What differs, in words."""
+    differ = [f"{k}: {then.get(k)} then, {now.get(k)} now" for k in now if k != "inputs" and then.get(k) != now[k]]
+    files = ({path: facts for path, *facts in run.get("inputs", [])} for run in (then, now))
+    before, after = files
+    differ += [f"{path} was not an input then" for path in after if path not in before]
+    differ += [f"{path} is no input now" for path in before if path not in after]
+    differ += [f"{path} has changed" for path in after if path in before and before[path] != after[path]]
+    if not differ and then != now:
+        differ.append("the order of the inputs")
+    return differ

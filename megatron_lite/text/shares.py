@@ -1,0 +1,95 @@
+"""Which part of the input files a run reads: all of it, or one of n contiguous shares.
+
+The files are laid end to end by their size on the disk and cut at n - 1 places. A cut inside a file is moved to the next
+line (or row) border, by whoever reads; a file that cannot be read from its middle goes whole to the part that its own
+middle falls into. So each line is in one part, and the parts after another are the input.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_lite.text.inputs import STANDARD_INPUT, Block, InputOptions, Lines, extent, lines_before, open_input
+
+Part = tuple[int, int]  # (i, n): the i-th of n, from 0
+
+
+@dataclass(frozen=True)
+class Share:
+    """A piece of a file, in the units of :func:`megatron_lite.text.inputs.open_input`, and its bytes on the disk (about)."""
+
+    file: int
+    path: Path
+    start: int = 0
+    stop: int | None = None
+    size: int = 0
+
+
+def parse_part(text: str) -> Part:
+    """``i/n``, i from 0. Raises ValueError."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ValueError(f"--part {text}: give i/n with 0 <= i < n, such as 0/8 to 7/8")
+    return int(found[1]), int(found[2])
+
+
+def shares(paths: Sequence[Path], options: InputOptions, part: Part | None = None) -> list[Share]:
+    """What a run reads, in order. Raises ValueError where the input cannot be cut."""
+    sizes = [0 if str(path) == STANDARD_INPUT else os.path.getsize(path) for path in paths]
+    if part is None:
+        return [Share(i, path, size=size) for i, (path, size) in enumerate(zip(paths, sizes, strict=True))]
+    if STANDARD_INPUT in map(str, paths):
+        raise ValueError(f"--part {part[0]}/{part[1]}: standard input cannot be read in parts")
+    index, parts = part
+    total = sum(sizes)
+    low, high = total * index // parts, total * (index + 1) // parts
+    found, begin = [], 0
+    for i, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+        first, last = max(low - begin, 0), min(high - begin, size)
+        units = extent(path, options) if size and first < last and (first or last < size) else None
+        if units is not None:
+            cut = (first * units // size, last * units // size if last < size else None)
+            found.append(Share(i, path, *cut, last - first))
+        elif size and low <= begin + size // 2 < high:
+            found.append(Share(i, path, size=size))
+        begin += size
+    return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a block begins: a file and, in the units of :func:`open_input`, where in it."""
+
+    file: int
+    start: int
+
+
+def place_of(file: int, block: Block) -> Place:
+    """Where a block of a file begins."""
+    return Place(file, block.offset if isinstance(block, Lines) else block.first - 1)
+
+
+def after(all_shares: Sequence[Share], place: Place) -> list[Share]:
+    """What is left from a place on."""
+    left = [share for share in all_shares if share.file >= place.file]
+    if left and left[0].file == place.file:
+        left[0] = replace(left[0], start=place.start)
+    return left
+
+
+def numbers_before(share: Share, options: InputOptions) -> int:
+    """What to add to the numbers of lines in a share, to have their numbers in the file."""
+    if share.start == 0 or extent(share.path, options) is None:
+        return 0
+    return lines_before(share.path, options, share.start)  # rows have their own numbers: 0 lines
+
+
+def read(all_shares: Sequence[Share], options: InputOptions) -> Iterator[tuple[Share, Block]]:
+    """Every block of the shares, in order."""
+    for share in all_shares:
+        for block in open_input(share.path, options, share.start, share.stop):
+            yield share, block

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,11 +30,10 @@ def maker() -> ModuleType:
     return make
 
 
-def measured(what: str, documents: Iterable[Labels], wanted: Callable[[Labels], bool], got: Callable[[Labels], bool]) -> tuple[float, float]:
-    """(precision, recall) of a yes or no about each document, printed as a row of a table."""
-    pairs = [(wanted(d), got(d)) for d in documents]
-    true = sum(a and b for a, b in pairs)
-    precision = true / max(1, sum(b for _, b in pairs))
-    recall = true / max(1, sum(a for a, _ in pairs))
-    print(f"{what:<32} {len(pairs):>4} documents, {sum(a for a, _ in pairs):>4} wanted: precision {precision:.3f}, recall {recall:.3f}")
+def measured(what: str, documents: Sequence[Labels], wanted: AbstractSet[str], got: AbstractSet[str]) -> tuple[float, float]:
+    """(precision, recall) of the documents (their ids) that were got, printed as a row of a table."""
+    inside = {d["id"] for d in documents}
+    wanted, got = wanted & inside, got & inside
+    precision, recall = len(wanted & got) / max(1, len(got)), len(wanted & got) / max(1, len(wanted))
+    print(f"{what:<24} {len(inside):>4} documents, {len(wanted):>4} wanted: precision {precision:.3f}, recall {recall:.3f}")
     return precision, recall

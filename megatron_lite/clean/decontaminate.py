@@ -134,7 +134,7 @@ class Decontaminate(LocalStep):
         for path in options.benchmarks:
             if os.path.isfile(path):
                 try:
-                    if not any(True for _ in read_benchmark(path, options.keys)):
+                    if not sum(1 for _ in read_benchmark(path, options.keys)):
                         found.append(f"{path}: no text in it")
                 except ValueError as error:
                     found.append(str(error))

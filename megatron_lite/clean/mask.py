@@ -52,7 +52,7 @@ _PHONE = re.compile(
     ),
     re.ASCII,
 )
-_FEWEST_DIGITS, _MOST_DIGITS = 8, 15  # of a number with +; E.164 has the 15
+_FEWEST_DIGITS, _FEWEST_TOGETHER, _MOST_DIGITS = 8, 10, 15  # of a number with +; E.164 has the 15
 _DIGIT = re.compile(r"\d{4}", re.ASCII)  # every telephone number has four together
 
 
@@ -124,10 +124,10 @@ def _is_public_ipv6(found: re.Match[str]) -> bool:
 
 
 def _is_phone(found: re.Match[str]) -> bool:
-    digits = sum(c.isdigit() for c in found[0])
     if not found[0].startswith("+"):
         return True
-    line_start = found.start() == 0 or found.string[found.start() - 1] == "\n"
-    if line_start and digits == len(found[0]) - 1:  # a line that a patch adds
-        return False
+    digits = sum(c.isdigit() for c in found[0])
+    if digits == len(found[0]) - 1:  # without any separator: perhaps a sum, or a line that a patch adds
+        line_start = found.start() == 0 or found.string[found.start() - 1] == "\n"
+        return _FEWEST_TOGETHER <= digits <= _MOST_DIGITS and not line_start
     return _FEWEST_DIGITS <= digits <= _MOST_DIGITS

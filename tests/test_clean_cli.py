@@ -1,0 +1,217 @@
+"""``megatron-lite data clean``: what its file may hold, what it says, and how it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from clean_pipelines import files_of, lines_of
+
+from megatron_lite.clean.config import STEPS, load_pipeline, step_class
+from megatron_lite.clean.step import CorpusStep, LocalStep, Step
+from megatron_lite.cli.data_clean import part, run, size
+from megatron_lite.config.document import field_help
+from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR, WAITING
+from megatron_lite.config.problem import ConfigError
+from megatron_lite.config.values import plain
+
+GOOD = """text_key: text
+steps:
+  - normalise: {html: never}
+  - mask:
+      phone: ""
+"""
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> list[str]:
+    """The flags of a run that works."""
+    records = [{"text": f"mail me@example.org, number {n}", "id": n, "kind": "ab"[n % 2]} for n in range(50)]
+    data = write(tmp_path / "in.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+    config = write(tmp_path / "clean.yaml", GOOD)
+    return ["--config", config, "--input", data, "--output", str(tmp_path / "out")]
+
+
+# ---- the file
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    pipeline = load_pipeline(write(tmp_path / "c.yaml", GOOD))
+    assert [step.name for step in pipeline.steps] == ["normalise", "mask"]
+    assert (pipeline.steps[0].options.html, pipeline.steps[1].options.phone, pipeline.steps[1].options.ip) == ("never", "", "[IP]")
+    assert pipeline.labels() == ["1 normalise", "2 mask"]
+    assert pipeline.as_data()["steps"][1] == {"mask": {"mail": "[EMAIL]", "ip": "[IP]", "phone": ""}}
+
+
+def test_everything_wrong_is_told_at_once_with_its_line(tmp_path: Path) -> None:
+    text = """txt_key: text
+steps:
+  - normalize
+  - mask: {phon: "", ip: 5}
+  - normalise:
+      html: maybe
+      html: auto
+  - [a, b]
+  - mask: 3
+source_key: 7
+"""
+    path = write(tmp_path / "c.yaml", text)
+    with pytest.raises(ConfigError) as error:
+        load_pipeline(path)
+    found = {(p.what.removeprefix(path + ":"), p.nearest) for p in error.value.problems}
+    assert found == {
+        ("1: txt_key: unknown field", "text_key"),
+        ("3: normalize: unknown step", "normalise"),
+        ("4: mask.phon: unknown option", "phone"),
+        ("4: mask.ip: 5: expected text", ""),
+        ("6: normalise.html: 'maybe': expected one of auto, always, never", ""),
+        ("7: normalise.html is given twice", ""),
+        ("8: steps: expected a step's name, or 'name: {option: value}'", ""),
+        ("9: mask: expected fields, as in 'name: value'", ""),
+        ("10: source_key: 7: expected text", ""),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "the file is empty"),
+        ("text_key: a\n", "no steps"),
+        ("steps: []\n", "expected a list"),
+        ("steps: normalise\n", "expected a list"),
+        ("- normalise\n", "expected fields"),
+        ("steps: [normalise\n", "not YAML"),
+        ("steps:\n  - bloom: {against: nowhere}\n", "2: bloom: against nowhere: not a directory that 'save' wrote"),
+        ("steps:\n  - perplexity\n", "2: perplexity"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(what)):
+        load_pipeline(write(tmp_path / "c.yaml", text))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_pipeline(str(tmp_path / "missing.yaml"))
+
+
+@pytest.mark.parametrize("name", sorted(STEPS))
+def test_every_step_fits_the_contract(name: str) -> None:
+    kind = step_class(name)
+    assert issubclass(kind, Step) and issubclass(kind, LocalStep) != issubclass(kind, CorpusStep)
+    assert kind.name == name
+    assert dataclasses.is_dataclass(kind.Options) and kind.Options.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    texts = field_help(kind.Options)
+    for field in dataclasses.fields(kind.Options):
+        assert texts.get(field.name), f"{name}.{field.name} is not documented"
+        assert field.name == field.name.lower()
+    json.dumps([plain(f.default) for f in dataclasses.fields(kind.Options) if f.default is not dataclasses.MISSING])
+
+
+# ---- the command
+
+
+def test_it_cleans_and_reports(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*good, "--json", str(tmp_path / "r.json"), "--keep-dropped", str(tmp_path / "dropped")]) == DONE
+    assert lines_of(tmp_path / "out")[7] == {"text": "mail [EMAIL], number 7", "id": 7, "kind": "b"}
+    assert lines_of(tmp_path / "dropped") == []
+    said = capsys.readouterr().out
+    assert "50 records read" in said and "2 mask" in said and "kept: 50 documents: 100.00%" in said
+    assert json.loads((tmp_path / "r.json").read_text())["steps"][1]["done"] == {"mail addresses": 50}
+    assert run(good) == CONFIGURATION  # other options: dropped documents were kept
+    assert run([*good, "--keep-dropped", str(tmp_path / "dropped")]) == DONE
+    assert "complete already" in capsys.readouterr().out
+
+
+def test_keys_of_records_are_used(good: list[str], tmp_path: Path) -> None:
+    config = write(tmp_path / "k.yaml", "text_key: body\nsource_key: kind\nlanguage_key: lang\nsteps: [normalise]\n")
+    data = write(
+        tmp_path / "k.jsonl",
+        '{"body": " a", "kind": "x", "lang": "zh-CN", "text": 3}\n{"body": "b", "kind": 4, "lang": "English"}\n{"body": "c"}\n',
+    )
+    assert run(["--config", config, "--input", data, "--output", str(tmp_path / "o"), "--json", str(tmp_path / "r.json")]) == DONE
+    assert lines_of(tmp_path / "o")[0] == {"body": " a", "kind": "x", "lang": "zh-CN", "text": 3}
+    sources = json.loads((tmp_path / "r.json").read_text())["sources"]
+    assert {source: flow["documents_in"] for source, flow in sources.items()} == {"x": 1, "(no source)": 2}
+
+
+def test_parts_wait_and_are_started_again(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*good, "--part", "1/2", "--wait", "0.2"]) == WAITING
+    assert "part 2 has not finished stage 1" in capsys.readouterr().out
+    assert run([*good, "--part", "2/2"]) == DONE
+    assert run([*good, "--part", "1/2"]) == DONE
+    alone = [flag if flag != str(tmp_path / "out") else str(tmp_path / "alone") for flag in good]
+    assert run(alone) == DONE
+    assert files_of(tmp_path / "alone") == files_of(tmp_path / "out")
+
+
+def test_bad_input_is_told_with_file_and_line(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with open(tmp_path / "in.jsonl", "a") as file:
+        file.write('{"text": "' + "x" * 100 + '\n{"text": "fine"}\n')
+    assert run(good) == CONFIGURATION
+    said = capsys.readouterr().err
+    assert "in.jsonl:51: " in said and "x" * 70 in said and "x" * 71 not in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["clean.yaml", "in.jsonl"]
+    assert run([*good, "--skip-bad"]) == DONE
+    assert len(lines_of(tmp_path / "out")) == 51
+    assert "1 bad: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--worker", "2"], "did you mean --workers?"),
+        (["--workers", "0"], "give at least 1"),
+        (["--part", "3/2"], "parts go from 1/2 to 2/2"),
+        (["--part", "x"], "expected a part such as 2/8"),
+        (["--shard-size", "12QB"], "expected a size such as 128MB"),
+        (["--wait", "-1"], "0 or more"),
+        (["--output", ""], "no name"),
+        (["--part", "1/2", "--input", "-"], "standard input"),
+    ],
+)
+def test_flags_are_checked(good: list[str], flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        run([*good, *flags])
+    assert error.value.code == CONFIGURATION
+    assert said in capsys.readouterr().err
+
+
+def test_inputs_and_config_are_checked_before_anything_is_read(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*good, "--input", str(tmp_path / "*.parquet")]) == CONFIGURATION
+    assert run([*good, "--encoding", "klingon"]) == CONFIGURATION
+    write(tmp_path / "clean.yaml", "steps: [masks]\n")
+    assert run(good) == CONFIGURATION
+    assert "clean.yaml:1: masks: unknown step" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_full_disk_is_no_traceback(good: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_lite.clean import shards
+
+    def full(*_: object) -> bytes:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards, "_compress", full)
+    assert run(good) == ERROR
+    assert "No space left on device; nothing was written to" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert run(good) == DONE
+
+
+def test_sizes_and_parts() -> None:
+    assert [size(text) for text in ("128MB", "1gb", "5kb", "7B", "9")] == [128_000_000, 10**9, 5000, 7, 9]
+    assert part("2/8") == (2, 8)
+
+
+def test_it_starts_without_torch() -> None:
+    import subprocess
+
+    code = "import sys, megatron_lite.clean.pipeline, megatron_lite.cli.data_clean; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_toys import CHATML, CHATML_MARKED, SYSTEM, TALK, encode, save_tokenizer, tokenizer_with
+from train_toys import TINY, steps_of, train_here, trained
 
 from megatron_lite.cli.data import run as data
+from megatron_lite.config.exit_codes import LIMIT
 from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.data.index_writer import IndexedWriter
 from megatron_lite.data.indexed import IndexedDataset
@@ -181,3 +183,43 @@ def test_no_tokens_without_their_mask(
         writer.add_document([1, 1])
     assert chat(capsys, source, tmp_path / "out", folder)[0] == 0
     assert IndexedDataset(tmp_path / "out_loss_mask").num_tokens == IndexedDataset(tmp_path / "out").num_tokens
+
+
+# ---- training
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_on_a_file_of_conversations(model: Path, tmp_path: Path, ranks: int) -> None:
+    """It is the run on what ``data chat`` makes of it; the mask decides the loss; a resumed run goes on with the same rows."""
+    folder = tokenizer_with(model, tmp_path / "t", CHATML)
+    source = lines(tmp_path / "in.jsonl", [{"messages": SYSTEM[i % 2 :]} for i in range(9)] + [{"messages": TALK[:1]}])
+    argv = ["chat", "--input", str(source), "--output-prefix", str(tmp_path / "made"), "--tokenizer-model", str(folder)]
+    assert data(argv) == 0
+    for suffix in (".bin", ".idx", ".meta.json"):
+        (tmp_path / f"bare{suffix}").write_bytes((tmp_path / f"made{suffix}").read_bytes())
+    flags = (
+        f"{TINY} --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder} --vocab-size 500 --seq-length 64 "
+        f"--max-position-embeddings 64 --train-iters 4 --split 1,0,0 --packing best-fit --lr-decay-iters 4"
+    )
+    more = {
+        "a": f"--data-path {tmp_path / 'made'}",
+        "b": f"--data-path {source}",
+        "bare": f"--data-path {tmp_path / 'bare'}",
+        "c": f"--data-path {source} --save {tmp_path / 'save'} --exit-interval 2",
+        "d": f"--data-path {source} --save {tmp_path / 'save'} --load {tmp_path / 'save'}",
+    }
+    runs = [(f"{flags} {what} --log-dir {tmp_path / name}",) for name, what in more.items()]
+    outcomes = [train_here(*run) for run in runs] if ranks == 1 else trained(ranks, *runs)
+    assert [o.code for o in outcomes] == [0, 0, 0, LIMIT, 0], [o.error for o in outcomes]
+    losses = {name: [s["loss"] for s in steps_of(tmp_path / name).values()] for name in more}
+    assert len(losses["a"]) == 4 and losses["a"] == losses["b"] == losses["c"] + losses["d"] != losses["bare"]
+    (prefix,) = {p.name.removesuffix(".idx") for p in (tmp_path / ".tokenized").glob("*_chat.idx")}
+    assert {f"{prefix}{q}.bin" for q in ("", "_loss_mask")} == {p.name for p in (tmp_path / ".tokenized").glob("*.bin")}
+    assert "9 conversations" in outcomes[1].text and "1 dropped: without an assistant's turn" in outcomes[1].text
+    assert "packed into" in outcomes[1].text
+
+
+def test_conversations_need_a_template_to_train_on(tmp_path: Path) -> None:
+    source = lines(tmp_path / "in.jsonl", [{"messages": TALK}])
+    done = train_here(f"{TINY} --train-iters 3 --data-path {source}")
+    assert done.code == 2 and "holds conversations, which need a chat template" in done.error

@@ -8,6 +8,7 @@ and counted by rule. The mask is published before the tokens: there are never to
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter
@@ -281,11 +282,26 @@ def skipped(counts: ChatCounts) -> str:
     return "\n".join(lines + [f"{n:,} bad: {why}" for why, n in counts.bad.most_common()])
 
 
-def summary(counts: ChatCounts, options: ChatOptions, seconds: float) -> str:
+def holds_conversations(path: Path) -> bool:
+    """Whether the first record of a file is a conversation and not a text."""
+    with contextlib.suppress(BadRecord, BadInput, ValueError):  # what is wrong with it, whoever reads it whole will say
+        for block in open_input(path, InputOptions()):
+            if not isinstance(block, Lines):
+                return False
+            for _, line in numbered_lines(block.first, block.data):
+                record = parse_object(line)
+                if "text" not in record:
+                    conversation_of(record, Keys())
+                    return True
+                return False
+    return False
+
+
+def summary(counts: ChatCounts, options: ChatOptions, seconds: float | None = None) -> str:
     """What happened, for people."""
+    speed = "" if seconds is None else f" in {seconds:.1f} s ({counts.bytes / 1e6 / seconds:.1f} MB/s)"
     lines = [
-        f"{counts.conversations:,} conversations, {counts.tokens:,} tokens in {seconds:.1f} s "
-        f"({counts.bytes / 1e6 / seconds:.1f} MB/s)",
+        f"{counts.conversations:,} conversations, {counts.tokens:,} tokens{speed}",
         f"the loss counts {counts.counted:,} tokens ({100 * counts.counted / counts.tokens:.1f}%) of {counts.turns:,} turns",
         *skipped(counts).splitlines(),
     ]

@@ -12,6 +12,7 @@ everything is rendered; so they stay where they are through macros, captured blo
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -139,6 +140,16 @@ def load_templates(directory: Path, file: Path | None, now: datetime) -> Templat
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     return Templates(compiled["default"], compiled.get(_WITH_TOOLS, compiled["default"]))
+
+
+def template_digest(directory: Path) -> str:
+    """A digest of the files of a tokenizer that a template, and what it reads, may be in."""
+    digest = hashlib.sha256()
+    for name in (FILE, CONFIG):
+        path = directory / name
+        digest.update(path.read_bytes() if path.exists() else b"")
+        digest.update(name.encode())
+    return digest.hexdigest()
 
 
 def _environment(now: datetime) -> Any:

@@ -1,8 +1,8 @@
 """Files of text as a run's data: tokenized when they are first named in ``--data-path``, found at later starts.
 
 Each file becomes an ordinary dataset, ``NAME-KEY_text_document.bin/.idx/.meta.json``, in ``--data-cache-path`` or, without
-it, in ``.tokenized`` beside the file. KEY is a digest of what the tokens depend on: the file's place, size and time of
-change, the tokenizer, the options. A file that changed gets a new dataset; old ones can be deleted at any time.
+it, in ``.tokenized`` beside the file; one of conversations becomes ``NAME-KEY_chat`` and its loss mask. KEY is a digest of
+what the tokens depend on: the file's place, size and time of change, the tokenizer, its template, the options. A file that changed gets a new dataset; old ones can be deleted at any time.
 
 One process of a node tokenizes and the others wait for it (:mod:`megatron_lite.data.node_file`), also those of another job.
 It writes into a directory of its own beside the place and renames what is complete, ``.idx`` last. When it fails it
@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,18 @@ from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.config.text_files import is_text_file
 from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.data.locked_file import sync_directory
+from megatron_lite.data.loss_mask import mask_prefix
 from megatron_lite.data.node_file import node_lock
 from megatron_lite.data.sources import parse_sources
+from megatron_lite.text.chat_files import ChatOptions, holds_conversations, prepare_chat, summary
+from megatron_lite.text.chat_template import template_digest
 from megatron_lite.text.preprocess import Options, preprocess
-from megatron_lite.text.tokenizer import Tokenizer
+from megatron_lite.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 FIELDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 FOLDER = ".tokenized"  # beside the file
 KEY = "text"
+CHAT = "chat"  # ends the prefix of conversations
 _FORMAT = 1  # to be raised when the same file and options give other tokens
 _MANY_BYTES = 1 << 25  # of a file that is worth starting worker processes for
 _MOST_WORKERS = 8
@@ -63,8 +68,19 @@ class CorpusCache:
         state = path.stat()
         what = [_FORMAT, KEY, True, os.path.realpath(path), state.st_size, state.st_mtime_ns]
         what += [self.tokenizer.fingerprint, self.tokenizer.eod_id, self.tokenizer.vocab_size]
+        chat = holds_conversations(path)
+        if chat:
+            what.append(template_digest(self._template_directory(path)))
         key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-        return (self.directory or path.parent / FOLDER) / f"{path.name}-{key}_{KEY}_document"
+        return (self.directory or path.parent / FOLDER) / f"{path.name}-{key}_{CHAT if chat else f'{KEY}_document'}"
+
+    def _template_directory(self, path: Path) -> Path:
+        """Where the chat template is, for a file of conversations."""
+        if not isinstance(self.tokenizer, HuggingFaceTokenizer):
+            raise ValueError(
+                f"{path} holds conversations, which need a chat template: --tokenizer-type HuggingFaceTokenizer"
+            )
+        return self.tokenizer.directory
 
     def dataset_of(self, path: Path) -> tuple[str, str]:
         """The prefix of a file's tokens, and a line about how they came to be.
@@ -105,23 +121,45 @@ class CorpusCache:
         own = prefix.with_name(f"{prefix.name}.{host}.{os.getpid()}.tmp")
         own.mkdir()
         try:
-            counts = preprocess(
-                [path],
-                str(own / "made"),
-                Options(self.make, keys=(KEY,), append_eod=True),
-                workers=_workers(path),
-                log_interval=1000,
-                say=lambda text: self.tell(f"tokenizing {path}: {text}"),
-            )
-            made, final = prefix_paths(own / f"made_{KEY}_document"), prefix_paths(prefix)
-            for old, new in sorted(zip(made, final, strict=True), key=lambda pair: pair[1].suffix == ".idx"):
-                os.replace(old, new)
+            if prefix.name.endswith(CHAT):
+                what = self._conversations(path, str(own / "made"))
+                _move(mask_prefix(str(own / "made")), mask_prefix(str(prefix)))  # before the tokens
+                _move(str(own / "made"), str(prefix))
+            else:
+                what = self._texts(path, str(own / "made"))
+                _move(str(own / f"made_{KEY}_document"), str(prefix))
             sync_directory(prefix.parent)
             _failure_file(prefix).unlink(missing_ok=True)
         finally:
             shutil.rmtree(own, ignore_errors=True)
         seconds = time.monotonic() - started
-        return f"{path}: {counts.documents:,} documents, {counts.tokens:,} tokens, tokenized in {seconds:.1f} s into {prefix}"
+        return f"{path}: {what}, tokenized in {seconds:.1f} s into {prefix}"
+
+    def _texts(self, path: Path, made: str) -> str:
+        """Make the dataset of texts; what it holds."""
+        counts = preprocess(
+            [path],
+            made,
+            Options(self.make, keys=(KEY,), append_eod=True),
+            workers=_workers(path),
+            log_interval=1000,
+            say=lambda text: self.tell(f"tokenizing {path}: {text}"),
+        )
+        return f"{counts.documents:,} documents, {counts.tokens:,} tokens"
+
+    def _conversations(self, path: Path, made: str) -> str:
+        """Make the dataset of conversations and its mask; what they hold."""
+        changed = datetime.fromtimestamp(path.stat().st_mtime)  # the date, for templates that write one
+        options = ChatOptions(self.make, self._template_directory(path), None, changed)  # type: ignore[arg-type]
+        counts = prepare_chat(
+            [path],
+            made,
+            options,
+            workers=_workers(path),
+            log_interval=1000,
+            say=lambda text: self.tell(f"tokenizing {path}: {text}"),
+        )
+        return "; ".join(summary(counts, options).splitlines())
 
 
 def names_text(data: DataConfig) -> bool:
@@ -144,6 +182,13 @@ def with_tokens(data: DataConfig, cache: CorpusCache) -> tuple[DataConfig, list[
                 lines.append(line)
     entries: dict[str, Any] = {n: tuple(found.get(e, e) for e in getattr(data, n)) for n in FIELDS}
     return replace(data, **entries), lines
+
+
+def _move(made: str, final: str) -> None:
+    """Rename a dataset's files, ``.idx`` last."""
+    pairs = zip(prefix_paths(made), prefix_paths(final), strict=True)
+    for old, new in sorted(pairs, key=lambda pair: pair[1].suffix == ".idx"):
+        os.replace(old, new)
 
 
 def _is_there(prefix: Path) -> bool:

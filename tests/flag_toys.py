@@ -10,7 +10,7 @@ import shutil
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from train_toys import TINY, bad_steps, make_data, train_here, trained
 
 from megatron_lite.checkpoint.load import Reader
 from megatron_lite.data.index_writer import IndexedWriter
+from megatron_lite.data.row import Row
 from megatron_lite.train import training
 from megatron_lite.train.metrics import read_lines
 
@@ -185,6 +186,11 @@ def board(folder: Path, files: list[str]) -> set[str]:
 # ---- what runs are given
 
 
+def turned(row: Row, _: np.random.Generator) -> Row:
+    """A transform: the tokens from the last to the first."""
+    return replace(row, tokens=row.tokens[::-1])
+
+
 def make_places(folder: Path) -> dict[str, str]:
     """Files that flags name: data, tokenizers and a checkpoint of 4 steps, saved after 2 and 4."""
     places = {"scratch": str(folder / "scratch"), "data": make_data(folder)}
@@ -193,6 +199,8 @@ def make_places(folder: Path) -> dict[str, str]:
     with IndexedWriter(places["other"], vocab_size=61, eod_id=60) as writer:
         for _ in range(40):
             writer.add_document(np.append(rng.integers(0, 60, 12), 60))
+    places["curriculum"] = str(folder / "curriculum.yaml")
+    Path(places["curriculum"]).write_text("stages:\n- {at: 0, seq_length: 8}\n")
     places["checkpoint"] = str(folder / "checkpoint")
     saving = f"--data-path {places['data']} --save {places['checkpoint']} --save-interval 2"
     assert train_here(f"{RUN} {saving}").code == 0

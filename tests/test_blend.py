@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lite.data import blend as blend_module
-from megatron_lite.data.blend import BlendedDataset, MegatronBlend, WindowsBlend, check_weights, normalised
+from megatron_lite.data.blend import BlendedDataset, MegatronBlend, WindowsBlend, check_weights, normalised, tempered
 from megatron_lite.data.row import Row
 
 CASES = [(0.001, 0.999), (1e-9, 1), (0, 1), (3, 7), (0.5, 0.5), (0.3333, 0.3333, 0.3334), (1,)]
@@ -160,3 +160,53 @@ def test_rows_stay_inside_members(weights, size):
 def test_first_samples_do_not_depend_on_the_size():
     small, large = MegatronBlend([0.3, 0.7], 100), MegatronBlend([0.3, 0.7], 10_000)
     assert [small.locate(i) for i in range(100)] == [large.locate(i) for i in range(100)]
+
+
+# ---- temperature
+
+
+def test_temperature_is_the_power_of_its_inverse():
+    weights = [7e12, 3e9, 0, 1]
+    for temperature in (0.5, 1.7, 2, 1 / 0.3, 100):
+        found = tempered(weights, temperature)
+        assert found == pytest.approx([(w / 7e12) ** (1 / temperature) for w in weights], rel=1e-12)
+        assert found[2] == 0 and max(found) == found[0] == 1
+    assert tempered(weights, 1) == weights  # to the bit
+    assert tempered([4, 1], 2) == [1, 0.5]
+    # mT5's alpha 0.3: of 100 to 1 tokens, 4 to 1 samples
+    assert 1 / tempered([100, 1], 1 / 0.3)[1] == pytest.approx(100**0.3, rel=1e-12)
+    with pytest.raises(ValueError, match="none negative"):
+        tempered([-1, 2], 2)
+
+
+def test_temperature_makes_sources_alike():
+    shares = [tempered([90, 9, 1], t)[2] / sum(tempered([90, 9, 1], t)) for t in (0.5, 1, 2, 5, 1000)]
+    assert shares == sorted(shares) and shares[0] < 1e-3 and shares[-1] == pytest.approx(1 / 3, rel=1e-2)
+
+
+# ---- counts
+
+
+@given(st.lists(st.sampled_from([0.0, 1e-9, 0.001, 0.3333, 0.3334, 1.0]), min_size=1, max_size=6).filter(any), st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_consumed_is_what_was_drawn(weights, block):
+    """At every position, in any order of asking, for both blends."""
+    for blend in (WindowsBlend(weights, block), MegatronBlend(normalised(weights), 130, chunk=block)):
+        counts, expected = [0] * len(weights), []
+        for i in range(130):
+            expected.append(list(counts))
+            counts[blend.locate(i)[0]] += 1
+        expected.append(counts)
+        for n in [*reversed(range(131)), *range(131)]:
+            assert blend.consumed(n) == expected[n]
+
+
+def test_consumed_far_away():
+    counts = WindowsBlend([1, 2, 3]).consumed(10**15 + 12345)
+    assert sum(counts) == 10**15 + 12345 and all(abs(c - (10**15 + 12345) * w / 6) <= 2 for c, w in zip(counts, (1, 2, 3), strict=True))
+
+
+def test_names_of_members():
+    members = [Member(d, 10, endless=True) for d in range(4)]
+    blended = BlendedDataset(members, WindowsBlend([1, 1, 1, 1], 16), ["a", "b", "a", "a"])
+    assert blended.consumed(8) == {"a": 2, "b": 2, "a (2)": 2, "a (3)": 2}

@@ -41,6 +41,7 @@ TYPES: dict[str, tuple[type, ...]] = {
     "float or null": (float, type(None)),
     "boolean": (bool,),
     "string": (str,),
+    "object": (dict,),
 }
 
 

@@ -2,7 +2,8 @@
 
 Each file becomes an ordinary dataset, ``NAME-KEY_text_document.bin/.idx/.meta.json``, in ``--data-cache-path`` or, without
 it, in ``.tokenized`` beside the file; one of conversations becomes ``NAME-KEY_chat`` and its loss mask. KEY is a digest of
-what the tokens depend on: the file's place, size and time of change, the tokenizer, its template, the options. A file that changed gets a new dataset; old ones can be deleted at any time.
+what the tokens depend on: the file's place, size and time of change, the tokenizer, its template, the options. A file
+that changed gets a new dataset; old ones can be deleted at any time.
 
 One process of a node tokenizes and the others wait for it (:mod:`megatron_lite.data.node_file`), also those of another job.
 It writes into a directory of its own beside the place and renames what is complete, ``.idx`` last. When it fails it

@@ -80,7 +80,6 @@ class HuggingFaceTokenizer:
         given = Path(path)
         file = given / "tokenizer.json" if given.is_dir() else given
         self.directory = file.parent
-        self.directory = file.parent
         data = read_file(str(file), "--tokenizer-model")
         try:
             self._fast: Any = Fast.from_str(data.decode("utf-8"))

@@ -13,6 +13,11 @@ from megatron_lite.config.problem import nearest_name
 
 SUBCOMMANDS: dict[str, str] = {
     "preprocess": "tokenize text into an indexed dataset (tools/preprocess_data.py)",
+    "inspect": "totals, lengths and first ids of datasets",
+    "head": "documents of a dataset as text again",
+    "verify": "read datasets to the end and compare checksums",
+    "merge": "join datasets into one, such as those of --part 0/n to n-1/n",
+    "split": "cut a dataset into parts by documents or tokens",
     "clean": "clean text by the steps of a YAML file: rules, de-duplication, masking",
     "drift": "whether a corpus has moved away from another one, and in what",
     "index": "orders of samples and copies of a run's data, made ahead of its start",

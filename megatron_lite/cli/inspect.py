@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.exit_codes import DONE
+from megatron_lite.data.index_format import prefix_of
 
 DAMAGED = 1
 
@@ -32,14 +33,8 @@ def run(argv: Sequence[str]) -> int:
     return DONE if good else DAMAGED
 
 
-def _prefix(path: Path) -> str:
-    """A dataset's prefix, also where one of its files is named."""
-    name = str(path)
-    return next((name.removesuffix(s) for s in (".bin", ".idx", ".meta.json") if name.endswith(s)), name)
-
-
 def _is_dataset(path: Path) -> bool:
-    return not path.is_dir() and any(Path(_prefix(path) + suffix).exists() for suffix in (".bin", ".idx"))
+    return not path.is_dir() and any(Path(prefix_of(path) + suffix).exists() for suffix in (".bin", ".idx"))
 
 
 def _checkpoint(path: Path, verify: bool) -> tuple[dict[str, Any], str, bool]:
@@ -64,7 +59,7 @@ def _dataset(path: Path, verify: bool) -> tuple[dict[str, Any], str, bool]:
     from megatron_lite.data.describe import describe
 
     try:
-        found = describe(_prefix(path), checksums=verify)
+        found = describe(prefix_of(path), checksums=verify)
     except FileNotFoundError as error:
         raise ValueError(str(error)) from None
     return found, dataset_text(found), not found["problems"]

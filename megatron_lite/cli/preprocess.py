@@ -1,7 +1,7 @@
 """``tools/preprocess_data.py``: the flags of Megatron-LM's tool of this name, and what they do here.
 
 Exit status: 0 done, 2 configuration or input, 1 the output could not be written, 130 interrupted (Ctrl-C or SIGTERM).
-Except after 0, no output and no temporary file is left.
+Except after 0, no output is left, and (but with ``--resume``) no temporary file.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags, tokenizer_options, unread_options
 from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR
 from megatron_lite.config.problem import nearest_name
-from megatron_lite.text.tokenizer import READ_BY, build_tokenizer
+from megatron_lite.config.text_files import SUPPORTED
+from megatron_lite.text.tokenizer import build_tokenizer
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -26,12 +28,16 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
         "preprocess_data.py",
-        description="Tokenize JSON lines into an indexed dataset for training.",
+        description="Tokenize text into an indexed dataset for training.",
         allow_abbrev=False,
     )
     data = p.add_argument_group("input and output")
-    text = ".jsonl or .json files (one object per line), also .gz, .bz2, .xz; patterns are expanded"
+    text = f"files, patterns, directories, or - for JSON lines from standard input; read are {SUPPORTED}"
     data.add_argument("--input", nargs="+", required=True, metavar="FILE", help=text)
+    text = "of JSON lines and plain text, such as gb18030 (default: utf-8)"
+    data.add_argument("--encoding", default="utf-8", metavar="NAME", help=text)
+    text = r"between the documents of a .txt file, such as '<|endoftext|>' or '\n\n' (default: a file is a document)"
+    data.add_argument("--document-separator", metavar="TEXT", help=text)
     text = "keys to tokenize, an output pair each (default: text)"
     data.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
     text = "outputs are PREFIX_KEY_document.bin, .idx and .meta.json"
@@ -40,23 +46,17 @@ def parser() -> argparse.ArgumentParser:
     text = "leave bad records out and count them by reason (default: stop at the first)"
     data.add_argument("--skip-bad", action="store_true", help=text)
     tok = p.add_argument_group("tokenizer")
-    text = "kind of tokenizer (default: GPT2BPETokenizer)"
-    tok.add_argument("--tokenizer-type", choices=tuple(READ_BY), default="GPT2BPETokenizer", help=text)
-    text = "tokenizer.json or its directory, SentencePiece .model, tiktoken file"
-    tok.add_argument("--tokenizer-model", metavar="FILE", help=text)
-    tok.add_argument("--vocab-file", metavar="FILE", help="GPT-2: vocab.json")
-    tok.add_argument("--merge-file", metavar="FILE", help="GPT-2: merges.txt")
-    tok.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="tiktoken: how text is cut before merging")
-    text = "null tokenizer: number of ids, the last of which ends a document; tiktoken .json: cut the vocabulary"
-    tok.add_argument("--vocab-size", type=int, help=text)
-    text = "the end-of-document token, where the tokenizer's files do not say it"
-    tok.add_argument("--eod-token", metavar="TEXT", help=text)
+    add_tokenizer_flags(tok, "GPT2BPETokenizer")
     tok.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     text = "store each sentence as a sequence of its document; white space between sentences is dropped"
     tok.add_argument("--split-sentences", action="store_true", help=text)
     run = p.add_argument_group("running")
     run.add_argument("--workers", type=int, default=1, help="tokenizing processes (default: 1)")
-    text = "documents between progress lines (default: 10000)"
+    text = "read the i-th of n parts of the input, from 0; `megatron-lite data merge` joins their outputs in order"
+    run.add_argument("--part", metavar="i/n", help=text)
+    text = "go on where a run with these flags was ended, and if this one is ended leave what is needed to go on"
+    run.add_argument("--resume", action="store_true", help=text)
+    text = "documents between progress lines (default: 10000); a terminal has a bar instead"
     run.add_argument("--log-interval", type=int, default=10000, help=text)
     text = "no effect here: the input is streamed, no partition files are made"
     run.add_argument("--partitions", type=int, default=1, help=text)
@@ -78,16 +78,12 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def without_effect(args: argparse.Namespace, tokenizer: dict[str, Any]) -> list[str]:
+def without_effect(args: argparse.Namespace) -> list[str]:
     """A line for each flag that was given and does nothing."""
     given = {"--partitions": args.partitions != 1, "--keep-sequential-samples": args.keep_sequential_samples}
     why = "has no effect: the input is streamed and order is always kept"
     lines = [f"{flag} {why}" for flag in given if given[flag]]
-    for name, value in tokenizer.items():
-        if value is not None and name not in READ_BY[args.tokenizer_type]:
-            flag = "--tokenizer-model" if name == "model" else "--" + name.replace("_", "-")
-            lines.append(f"{flag} has no effect with --tokenizer-type {args.tokenizer_type}")
-    return lines
+    return lines + unread_options(args)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,10 +96,14 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _run(args)
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print(f"interrupted; {_left(args)}", file=sys.stderr)
         return INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, terminate)
+
+
+def _left(args: argparse.Namespace) -> str:
+    return "the same command goes on from here" if args.resume else "nothing was written"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
@@ -111,34 +111,37 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs
     from megatron_lite.text.preprocess import Options, preprocess, summary
-    from megatron_lite.text.records import expand_inputs
+    from megatron_lite.text.shares import parse_part
 
-    tokenizer: dict[str, Any] = {
-        "model": args.tokenizer_model,
-        "vocab_file": args.vocab_file,
-        "merge_file": args.merge_file,
-        "tiktoken_pattern": args.tiktoken_pattern,
-        "vocab_size": args.vocab_size,
-        "eod_token": args.eod_token,
-    }
-    for line in without_effect(args, tokenizer):
+    for line in without_effect(args):
         print(line, file=sys.stderr)
     options = Options(
-        tokenizer=partial(build_tokenizer, args.tokenizer_type, **tokenizer),
+        tokenizer=partial(build_tokenizer, args.tokenizer_type, **tokenizer_options(args)),
         keys=tuple(args.json_keys),
         append_eod=args.append_eod,
         split_sentences=args.split_sentences,
         skip_bad=args.skip_bad,
     )
+    separator = args.document_separator
+    if separator is not None:
+        separator = separator.replace("\\n", "\n").replace("\\t", "\t")
+    reading = InputOptions(options.keys, args.encoding, separator)
     started = time.monotonic()
     try:
+        files = expand_inputs(args.input)
+        check_options(reading, files)
         counts = preprocess(
-            expand_inputs(args.input),
+            files,
             args.output_prefix,
             options,
+            reading=reading,
             workers=args.workers,
             overwrite=args.overwrite,
+            part=None if args.part is None else parse_part(args.part),
+            resume=args.resume,
+            bar=sys.stderr.isatty(),
             log_interval=args.log_interval,
             say=partial(print, flush=True),
         )
@@ -146,7 +149,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"error: {e}", file=sys.stderr)
         return CONFIGURATION
     except OSError as e:
-        print(f"error: {e}; nothing was written", file=sys.stderr)
+        print(f"error: {e}; {_left(args)}", file=sys.stderr)
         return ERROR
     print(summary(counts, time.monotonic() - started))
     for key in options.keys:

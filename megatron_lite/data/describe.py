@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_lite.data.indexed import IndexedDataset, pieces
+from megatron_lite.data.loss_mask import mask_prefix, open_mask
+
+_CHUNK = 1 << 20
 
 
 def describe(prefix: str | Path, *, first: int = 3, ids: int = 16, checksums: bool = False) -> dict[str, Any]:
@@ -50,6 +54,53 @@ def describe(prefix: str | Path, *, first: int = 3, ids: int = 16, checksums: bo
             "meta": vars(dataset.meta).copy() if dataset.meta is not None else None,
             "problems": problems,
         }
+
+
+def verify(prefix: str | Path) -> tuple[list[str], list[str]]:
+    """Read a dataset, and its loss mask if it has one, to the end: (what is wrong, what could not be compared).
+
+    Sizes, lengths, pointers and borders must fit together; where there is a ``.meta.json`` also the checksums, counts,
+    largest id and vocabulary size in it.
+
+    Raises:
+        FileNotFoundError, ValueError: it does not even open; see :class:`IndexedDataset`.
+    """
+    with contextlib.closing(IndexedDataset(prefix)) as dataset:
+        problems, notices = dataset.problems(), []
+        sha, largest = hashlib.sha256(), -1
+        for start in range(0, dataset.num_tokens, _CHUNK):
+            tokens = dataset.raw(start, min(dataset.num_tokens, start + _CHUNK))
+            sha.update(tokens.tobytes())
+            largest = max(largest, int(tokens.max()))
+        meta = dataset.meta
+        if meta is None:
+            notices.append(f"{prefix}.meta.json: not there, so nothing says what the checksums should be")
+        else:
+            if meta.sha256_bin not in (None, sha.hexdigest()):
+                problems.append(f"{dataset.bin_name}: its sha256 is not the one in {prefix}.meta.json")
+            if meta.sha256_idx not in (None, _sha256(dataset.idx_name)):
+                problems.append(f"{dataset.idx_name}: its sha256 is not the one in {prefix}.meta.json")
+            if meta.largest_id is not None and largest != meta.largest_id and dataset.dtype.kind != "f":
+                problems.append(
+                    f"{dataset.bin_name}: its largest id is {largest}, and {meta.largest_id} in {prefix}.meta.json"
+                )
+            if meta.vocab_size is not None and largest >= meta.vocab_size:
+                problems.append(
+                    f"{dataset.bin_name}: its largest id is {largest}, and its vocabulary has {meta.vocab_size}"
+                )
+        if dataset.access.exists(mask_prefix(dataset.prefix)):
+            open_mask(dataset)
+            found = verify(mask_prefix(dataset.prefix))
+            problems, notices = problems + found[0], notices + found[1]
+        return problems, notices
+
+
+def _sha256(name: str) -> str:
+    sha = hashlib.sha256()
+    with open(name, "rb") as file:
+        while data := file.read(_CHUNK):
+            sha.update(data)
+    return sha.hexdigest()
 
 
 def _document_lengths(dataset: IndexedDataset, start: int, count: int) -> np.ndarray:

@@ -168,3 +168,9 @@ def prefix_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
     """``PREFIX.bin``, ``PREFIX.idx``, ``PREFIX.meta.json`` (a prefix may contain dots)."""
     text = str(prefix)
     return Path(text + ".bin"), Path(text + ".idx"), Path(text + ".meta.json")
+
+
+def prefix_of(name: str | Path) -> str:
+    """A dataset's prefix, also where one of its files is named (as by a pattern ``parts/*.idx``)."""
+    text = str(name)
+    return next((text.removesuffix(s) for s in (".bin", ".idx", ".meta.json") if text.endswith(s)), text)

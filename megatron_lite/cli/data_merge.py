@@ -1,0 +1,66 @@
+"""``megatron-lite data merge``: several datasets as one, document after document.
+
+Joining the outputs of all parts of ``data preprocess --part i/n``, in order, gives what one run would have written, byte for
+byte. Loss masks are joined too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def run(argv: Sequence[str]) -> int:
+    """The subcommand."""
+    parser = argparse.ArgumentParser(
+        "megatron-lite data merge", description="Join datasets into one, in the order given."
+    )
+    text = "a dataset, or a directory of datasets, which are taken in the order of their names"
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help=text)
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="of the dataset to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace outputs that are there")
+    args = parser.parse_args(argv)
+    from megatron_lite.cli.data_split import told
+    from megatron_lite.data.index_format import prefix_paths
+    from megatron_lite.data.indexed import merge
+    from megatron_lite.data.loss_mask import mask_prefix
+
+    def join() -> str:
+        found = joined_prefixes(args.prefixes)
+        out = args.output_prefix
+        if Path(out).resolve() in (Path(p).resolve() for p in found):
+            raise ValueError(f"--output-prefix {out} is one of the datasets to join")
+        with_mask = [p for p in found if prefix_paths(mask_prefix(p))[1].exists()]
+        if with_mask and len(with_mask) < len(found):
+            without = next(p for p in found if p not in with_mask)
+            raise ValueError(f"{with_mask[0]} has a loss mask and {without} has none: they cannot be one dataset")
+        if with_mask:  # first, so that tokens never stand without their mask
+            merge([mask_prefix(p) for p in found], mask_prefix(out), overwrite=args.overwrite)
+        try:
+            meta = merge(found, out, overwrite=args.overwrite)
+        except BaseException:
+            for path in reversed(prefix_paths(mask_prefix(out)) if with_mask else ()):
+                path.unlink(missing_ok=True)
+            raise
+        return f"{out}: {meta.documents:,} documents, {meta.tokens:,} tokens of {len(found)} datasets"
+
+    return told(join)
+
+
+def joined_prefixes(names: Sequence[str]) -> list[str]:
+    """Prefixes in order; a directory stands for the datasets in it. Raises ValueError for one without any."""
+    from megatron_lite.data.index_format import prefix_of
+    from megatron_lite.data.loss_mask import SUFFIX
+
+    found: list[str] = []
+    for name in names:
+        if Path(name).is_dir():
+            inside = sorted(prefix_of(p) for p in Path(name).glob("*.idx"))
+            inside = [p for p in inside if p.removesuffix(SUFFIX) == p or p.removesuffix(SUFFIX) not in inside]
+            if not inside:
+                raise ValueError(f"{name}: a directory without a dataset (.idx)")
+            found += inside
+        else:
+            found.append(prefix_of(name))
+    return found

@@ -1,0 +1,257 @@
+"""``megatron-lite data inspect|verify|head|merge|split``: what they print and write, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lite.cli.main import main
+from megatron_lite.data.divide import divide, part_ranges
+from megatron_lite.data.index_format import DatasetMeta, prefix_paths
+from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, merge
+from megatron_lite.text.preprocess import Options, preprocess
+from megatron_lite.text.tokenizer import NullTokenizer
+
+
+def write(prefix: Path, documents: list[list[list[int]]], dtype: str | None = None, **facts: object) -> Path:
+    """A dataset of documents, each a list of sequences of ids."""
+    facts = {"vocab_size": 100, "eod_id": 99, "tokenizer": "toy"} | facts
+    with IndexedWriter(prefix, dtype=dtype, **facts) as writer:  # type: ignore[arg-type]
+        for document in documents:
+            writer.add_document(np.array([i for s in document for i in s], dtype=np.int64), [len(s) for s in document])
+    return prefix
+
+
+def documents(seed: int, count: int) -> list[list[list[int]]]:
+    """Documents of zero to three sequences, some of them empty."""
+    rng = random.Random(seed)
+    return [
+        [[rng.randrange(100) for _ in range(rng.choice([0, 1, 3, 40]))] for _ in range(rng.choice([0, 1, 1, 1, 3]))]
+        for _ in range(count)
+    ]
+
+
+def mask(documents: list[list[list[int]]]) -> list[list[list[int]]]:
+    return [[[i % 2 for i in s] for s in document] for document in documents]
+
+
+def content(prefix: Path | str) -> list[bytes]:
+    return [path.read_bytes() for path in prefix_paths(prefix)]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main(["data", *map(str, arguments)])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+# --- split and merge ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["documents", "tokens"])
+def test_parts_are_the_nearest_cuts_and_join_to_the_whole(
+    tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against brute force, for many datasets; pieces in memory of a few documents."""
+    monkeypatch.setattr("megatron_lite.data.divide._TOKENS", 50)
+    rng = random.Random(5)
+    for seed in range(12):
+        given = documents(seed, rng.randrange(5, 40))
+        write(tmp_path / f"{seed}", given)
+        shares = [rng.choice([1.0, 2.0, 5.5]) for _ in range(rng.randrange(1, 5))]
+        sizes = np.array([1 if by == "documents" else sum(map(len, d)) for d in given])
+        starts = np.concatenate(([0], np.cumsum(sizes)))
+        borders = [0]
+        for done in np.cumsum(shares)[:-1] / sum(shares):
+            target = done * starts[-1]
+            distance = np.abs(starts - target)
+            best = np.flatnonzero(distance == distance.min())
+            borders.append(round(target) if by == "documents" else int(best[0]))
+        borders.append(len(given))
+        outs = [str(tmp_path / f"{seed}_{i}") for i in range(len(shares))]
+        if any(a == b for a, b in zip(borders, borders[1:], strict=False)):
+            with pytest.raises(ValueError, match="none may be empty"):
+                divide(str(tmp_path / f"{seed}"), outs, shares, by)  # type: ignore[arg-type]
+            assert not list(tmp_path.glob(f"{seed}_*"))
+            continue
+        ranges = divide(str(tmp_path / f"{seed}"), outs, shares, by)  # type: ignore[arg-type]
+        sums = [(sum(sizes[r.start : r.stop]), len(r)) for r in ranges]
+        wanted = [(sum(sizes[a:b]), b - a) for a, b in zip(borders, borders[1:], strict=False)]
+        assert [s for s, _ in sums] == [s for s, _ in wanted]
+        merge(outs, tmp_path / f"{seed}_whole")
+        assert content(tmp_path / f"{seed}_whole") == content(tmp_path / f"{seed}")
+        assert DatasetMeta.read(prefix_paths(outs[0])[2]).tokenizer == "toy"  # type: ignore[union-attr]
+
+
+def test_the_commands_of_splitting_and_joining(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [[[i % 99] * (1 + i % 7)] for i in range(60)]
+    whole = write(tmp_path / "whole", given)
+    write(tmp_path / "whole_loss_mask", mask(given), "uint8", vocab_size=None, eod_id=None, tokenizer=None)
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    code, out, _ = run(capsys, "split", f"{whole}.idx", "--output-prefix", parts / "p", "--parts", 12)
+    assert code == 0 and out.splitlines()[0].startswith(f"{parts}/p_00-of-12: documents 0 to ")
+    assert out.splitlines()[-1].startswith(f"{parts}/p_11-of-12: documents ") and out.rstrip().endswith(" to 59")
+    code, out, _ = run(capsys, "merge", parts, "--output-prefix", tmp_path / "again")
+    assert (code, out) == (
+        0,
+        f"{tmp_path}/again: 60 documents, {sum(len(d[0]) for d in given)} tokens of 12 datasets\n",
+    )
+    assert content(tmp_path / "again") == content(whole)
+    assert content(tmp_path / "again_loss_mask") == content(tmp_path / "whole_loss_mask")
+    code, out, _ = run(
+        capsys, "split", whole, "--output-prefix", tmp_path / "s", "--fractions", "58,1,1", "--by", "documents"
+    )
+    assert code == 0 and ranges(out) == [range(58), range(58, 59), range(59, 60)]
+    code, _, err = run(capsys, "split", whole, "--output-prefix", parts / "p", "--parts", 12)
+    assert code == 2 and "already there: give another --output-prefix, or --overwrite" in err
+    assert run(capsys, "split", whole, "--output-prefix", parts / "p", "--parts", 12, "--overwrite")[0] == 0
+    for arguments, why in [
+        (["--parts", 61], "none may be empty"),
+        (["--parts", 0], "--parts 0: at least 1"),
+        (["--fractions", "1,x"], "--fractions 1,x: give numbers"),
+        (["--fractions", "1,-1"], "each above 0"),
+    ]:
+        code, _, err = run(capsys, "split", whole, "--output-prefix", tmp_path / "no", *arguments)
+        assert code == 2 and why in err and not list(tmp_path.glob("no*"))
+
+
+def ranges(printed: str) -> list[range]:
+    numbers = [line.split(": documents ")[1].split(" to ") for line in printed.splitlines()]
+    return [range(int(a), int(b) + 1) for a, b in numbers]
+
+
+def test_what_cannot_be_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path / "a", documents(1, 9)), write(tmp_path / "b", documents(2, 9), eod_id=98)
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "c", documents(1, 9))
+    write(tmp_path / "c_loss_mask", mask(documents(1, 9)), "uint8", vocab_size=None, eod_id=None, tokenizer=None)
+    for given, why in [
+        ([a, b], "different eod_id cannot be joined: 99 in "),
+        ([a, tmp_path / "none"], "none.bin"),
+        ([tmp_path / "empty"], "a directory without a dataset"),
+        ([a, tmp_path / "c"], "has a loss mask and"),
+        ([a, tmp_path / "out"], "is one of the datasets to join"),
+    ]:
+        code, _, err = run(capsys, "merge", *given, "--output-prefix", tmp_path / "out")
+        assert code == 2 and why in err and not list(tmp_path.glob("out*")), err
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "txt"])
+def test_parts_of_preprocessing_join_to_the_one_part_run(tmp_path: Path, kind: str) -> None:
+    """Of files that can be cut and files that cannot."""
+    import gzip
+
+    rng = random.Random(0)
+    files = []
+    for number in range(6):
+        lines = [
+            " ".join(str(rng.randrange(90)) for _ in range(rng.randrange(1, 9))) for _ in range(rng.randrange(4, 30))
+        ]
+        files.append(tmp_path / f"{number}.{kind}")
+        text = "".join(line + "\n" if kind == "txt" else json.dumps({"text": line}) + "\n" for line in lines).encode()
+        files[-1].write_bytes(gzip.compress(text) if kind.endswith("gz") else text)
+    options = Options(partial(NullTokenizer, 100), append_eod=True)
+    preprocess(files, str(tmp_path / "whole"), options)
+    for number in range(3):
+        preprocess(files, str(tmp_path / f"part{number}"), options, part=(number, 3))
+    merge([tmp_path / f"part{number}_text_document" for number in range(3)], tmp_path / "merged")
+    assert content(tmp_path / "merged") == content(tmp_path / "whole_text_document")
+
+
+# --- looking --------------------------------------------------------------------------------------------------------
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path / "a", [[[1, 2, 3]], [[4] * 20]]), write(tmp_path / "b", [[[5]]])
+    code, out, _ = run(capsys, "inspect", a, f"{b}.idx", "--documents", 1)
+    assert code == 0 and "2 documents, 2 sequences, 23 tokens of uint16" in out and "document 0: 1 2 3" in out
+    assert "            2-3 tokens: 1" in out and "document 1" not in out
+    assert out.rstrip().endswith("together 3 documents, 24 tokens")
+    code, out, _ = run(capsys, "inspect", tmp_path, "--json")
+    assert code == 0 and [found["tokens"] for found in json.loads(out)] == [23, 1]
+    assert run(capsys, "inspect", tmp_path / "none")[0] == 2
+
+
+def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path / "a", documents(3, 30)), write(tmp_path / "b", documents(4, 30))
+    assert run(capsys, "verify", a, b)[:2] == (0, f"{a}: good\n{b}: good\n")
+    data = bytearray((tmp_path / "a.bin").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "a.bin").write_bytes(data)
+    code, out, _ = run(capsys, "verify", tmp_path)
+    assert (
+        code == 2
+        and f"{a}: DAMAGED\n  {a}.bin: its sha256 is not the one in {a}.meta.json" in out
+        and f"{b}: good" in out
+    )
+    (tmp_path / "b.meta.json").unlink()
+    code, out, _ = run(capsys, "verify", b)
+    assert code == 0 and "nothing says what the checksums should be" in out
+    (tmp_path / "b.bin").write_bytes((tmp_path / "b.bin").read_bytes()[:-2])
+    code, out, _ = run(capsys, "verify", b)
+    assert code == 2 and "one of the two files is truncated" in out
+
+
+@pytest.mark.parametrize("what", ["idx", "largest", "vocabulary", "mask"])
+def test_verify_finds_every_kind_of_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    given = documents(3, 30)
+    prefix = write(tmp_path / "a", given)
+    facts = {"vocab_size": None, "eod_id": None, "tokenizer": None}
+    write(tmp_path / "a_loss_mask", mask(given), "uint8", **facts)
+    meta = json.loads((tmp_path / "a.meta.json").read_text())
+    if what == "idx":
+        meta["sha256_idx"] = "0" * 64
+    elif what == "largest":
+        meta["largest_id"] += 1
+    elif what == "vocabulary":
+        meta["vocab_size"] = 10
+    else:
+        path = tmp_path / "a_loss_mask.bin"
+        path.write_bytes(bytes(b ^ 1 for b in path.read_bytes()))
+    (tmp_path / "a.meta.json").write_text(json.dumps(meta))
+    code, out, _ = run(capsys, "verify", prefix)
+    wanted = {"idx": "a.idx: its sha256", "largest": "its largest id is 99, and 100", "vocabulary": "its vocabulary has 10",
+              "mask": "a_loss_mask.bin: its sha256"}  # fmt: skip
+    assert code == 2 and wanted[what] in out, out
+
+
+def test_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    null = NullTokenizer(100)
+    prefix = write(tmp_path / "a", [[[i] * (i + 1)] for i in range(8)], tokenizer=null.fingerprint)
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", 100]
+    code, out, err = run(capsys, "head", prefix, "-n", 2, "--from", 3, "--tokens", 4, *tokenizer)
+    assert (code, err) == (0, "")
+    assert out == "--- document 3: 4 tokens\n3 3 3 3\n--- document 4: 5 tokens\n4 4 4 4\n... 1 more tokens\n"
+    code, out, _ = run(capsys, "head", prefix, "--json", "--from", 7, "--tokens", 0, *tokenizer)
+    assert json.loads(out) == {"document": 7, "tokens": 8, "ids": [7] * 8, "text": " ".join("7" * 8)}
+    assert run(capsys, "head", prefix, "-n", 1)[1] == "--- document 0: 1 tokens\n0\n"
+    _, _, err = run(capsys, "head", prefix, "--tokenizer-type", "NullTokenizer", "--vocab-size", 50)
+    assert "was made with another tokenizer than this one" in err
+    for wrong, why in [
+        (["--from", 8], "there are 8 documents, from 0"),
+        (["--vocab-size", 9], "and not --tokenizer-type"),
+    ]:
+        code, _, err = run(capsys, "head", prefix, *wrong)
+        assert code == 2 and why in err
+    assert run(capsys, "head", tmp_path / "none")[0] == 2
+
+
+def test_texts_come_back_from_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["1 2 3", "4", "5 6"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    preprocess([tmp_path / "a.jsonl"], str(tmp_path / "a"), Options(partial(NullTokenizer, 100)))
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", 100]
+    _, out, _ = run(capsys, "head", tmp_path / "a_text_document", "--json", *tokenizer)
+    assert [json.loads(line)["text"] for line in out.splitlines()] == texts
+
+
+def test_part_ranges_of_one_long_document(tmp_path: Path) -> None:
+    dataset = IndexedDataset(write(tmp_path / "a", [[[1] * 1000], [[2]], [[3]]]))
+    assert part_ranges(dataset, [1, 1], "tokens") == [range(1), range(1, 3)]
+    assert part_ranges(dataset, [2, 1], "documents") == [range(2), range(2, 3)]

@@ -24,9 +24,10 @@ import pytest
 
 from megatron_lite.cli import preprocess as cli
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.text.inputs import InputOptions, open_input
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.preprocess import SENTENCE_END, Counts, Options, preprocess
-from megatron_lite.text.records import NOT_DECODABLE, BadInput, BadRecord, blocks, expand_inputs, parse_line
+from megatron_lite.text.records import NOT_DECODABLE, BadInput, BadRecord, parse_line
 from megatron_lite.text.tokenizer import Tokenizer, build_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,7 +98,7 @@ def write_lines(path: Path, records: Sequence[Any]) -> Path:
 
 def run(path: Path | Sequence[Path], out: Path, workers: int = 1, hook: Any = None, **options: Any) -> Counts:
     files = [path] if isinstance(path, Path) else list(path)
-    more = {k: options.pop(k) for k in ("overwrite", "log_interval", "say") if k in options}
+    more = {k: options.pop(k) for k in ("overwrite", "log_interval", "say", "reading") if k in options}
     return preprocess(files, str(out), Options(partial(Characters, hook), **options), workers=workers, **more)
 
 
@@ -172,9 +173,9 @@ def test_where_sentences_end(text: str, sentences: list[str]) -> None:
     assert [s for s in SENTENCE_END.split(text) if s.strip()] == sentences
 
 
-def test_workers_do_not_change_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_do_not_change_a_byte(tmp_path: Path) -> None:
     """Many small blocks, with bad, empty and long records among them."""
-    monkeypatch.setattr("megatron_lite.text.records.BLOCK_BYTES", 1 << 12)
+    reading = InputOptions(block_bytes=1 << 12)
     records: list[Any] = []
     for i in range(1000):
         records.append({"text": f"document {i}. " * (1 + i * 37 % 50), "title": f"T{i}"})
@@ -182,12 +183,12 @@ def test_workers_do_not_change_a_byte(tmp_path: Path, monkeypatch: pytest.Monkey
             records += [{"text": " ", "title": "x"}, b"broken", {"text": "without a title"}]
     records.append({"text": "long " * 6_000, "title": "a line longer than two blocks"})
     path = write_lines(tmp_path / "a.jsonl", records)
-    assert len(list(blocks(path))) > 50
+    assert len(list(open_input(path, reading))) > 50
     seen, counted = [], []
     for workers in (1, 3):
         folder = tmp_path / str(workers)
         folder.mkdir()
-        options = {"keys": ("text", "title"), "skip_bad": True, "append_eod": True}
+        options = {"keys": ("text", "title"), "skip_bad": True, "append_eod": True, "reading": reading}
         counted.append(run([path, path], folder / "out", workers, **options))
         seen.append({p.name: p.read_bytes() for p in folder.iterdir()})
     assert seen[0] == seen[1] and len(seen[0]) == 6 and counted[0] == counted[1]
@@ -357,47 +358,6 @@ def test_damaged_packed_files(tmp_path: Path, suffix: str, damage: str, workers:
     assert names(tmp_path) == [path.name]
 
 
-def test_inputs_are_all_read_or_refused(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.jsonl", "c.json.zst", "[x].jsonl"):
-        (tmp_path / name).write_bytes(b"")
-    (tmp_path / "deep" / "er").mkdir(parents=True)
-    (tmp_path / "deep" / "er" / "d.json").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"c\.json\.zst: this kind of file is not read; supported are \.jsonl, \.json"):
-        expand_inputs([str(tmp_path / "*.*")])
-    with pytest.raises(ValueError, match=r"no file matches; supported are"):
-        expand_inputs([str(tmp_path / "*.txt")])
-    with pytest.raises(ValueError, match="no such file"):
-        expand_inputs([str(tmp_path / "none.jsonl")])
-    with pytest.raises(ValueError, match=r"deep: a directory; give its files, as in '.*deep/\*\.jsonl'"):
-        expand_inputs([str(tmp_path / "deep")])
-    assert [p.name for p in expand_inputs([str(tmp_path / "?.jsonl")])] == ["a.jsonl", "b.jsonl"]
-    assert [p.name for p in expand_inputs([str(tmp_path / "[x].jsonl")])] == ["[x].jsonl"]  # a name, not a pattern
-    assert [p.name for p in expand_inputs([str(tmp_path / "**" / "*.json")])] == ["d.json"]
-
-
-def test_blocks_are_whole_lines(tmp_path: Path) -> None:
-    lines = [b"x" * n for n in (0, 5, 3_500_000, 1, 1_048_575, 1_048_576, 7)]
-    path = tmp_path / "a.jsonl"
-    for ending in (b"\n", b""):
-        path.write_bytes(b"\n".join(lines) + ending)
-        found = list(blocks(path))
-        assert b"".join(data for _, data in found) == path.read_bytes()
-        number = 1
-        for first, data in found:
-            assert first == number
-            number += data.count(b"\n")
-        assert all(data.endswith(b"\n") for _, data in found[:-1])
-
-
-def test_a_very_long_line_takes_no_quadratic_time(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"y" * 200_000_000)
-    start = time.monotonic()
-    assert [len(data) for _, data in blocks(path)] == [200_000_000]
-    assert time.monotonic() - start < 20
-    path.unlink()
-
-
 # --- ends of documents ----------------------------------------------------------------------------------------------
 
 
@@ -449,13 +409,12 @@ def failing(tmp_path: Path, before: int = 6) -> Path:
 
 
 @pytest.mark.parametrize(("hook", "how"), [(die, "was ended by SIGKILL"), (leave, "ended with exit status 7")])
-def test_dead_worker_is_noticed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: Any, how: str) -> None:
-    monkeypatch.setattr("megatron_lite.text.records.BLOCK_BYTES", 1 << 16)  # about two documents
+def test_dead_worker_is_noticed_and_named(tmp_path: Path, hook: Any, how: str) -> None:
     path = failing(tmp_path)
     start = time.monotonic()
     place = r"in lines \d to \d+ of .*a\.jsonl; nothing was written"
     with pytest.raises(BadInput, match=rf"worker \d \(process \d+\) {how} {place}") as e:
-        run(path, tmp_path / "out", 3, hook=hook)
+        run(path, tmp_path / "out", 3, hook=hook, reading=InputOptions(block_bytes=1 << 16))  # about two documents
     assert time.monotonic() - start < 30
     first, last = (int(w) for w in str(e.value).split(" in lines ")[1].split(" of ")[0].split(" to "))
     assert first <= 7 <= last

@@ -50,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
     tok.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     text = "store each sentence as a sequence of its document; white space between sentences is dropped"
     tok.add_argument("--split-sentences", action="store_true", help=text)
+    text = "tokenize by the reference library only, also where a faster one is proved to give the same ids"
+    tok.add_argument("--no-fast-tokenizer", action="store_true", help=text)
     run = p.add_argument_group("running")
     run.add_argument("--workers", type=int, default=1, help="tokenizing processes (default: 1)")
     text = "read the i-th of n parts of the input, from 0; `megatron-lite data merge` joins their outputs in order"
@@ -123,6 +125,7 @@ def _run(args: argparse.Namespace) -> int:
         append_eod=args.append_eod,
         split_sentences=args.split_sentences,
         skip_bad=args.skip_bad,
+        fast=not args.no_fast_tokenizer,
     )
     separator = args.document_separator
     if separator is not None:

@@ -1,8 +1,9 @@
-"""Reading JSON lines: files by name or pattern, blocks of whole lines, and the texts of one record.
+"""The records of JSON lines: numbered lines, and the texts of one.
 
 Rules that do not depend on the machine or on where a record stands:
 
-* A record is an object with a string under every key that is asked for; anything else is *bad*.
+* A record is an object with a text under every key that is asked for, a string or a list of strings (its paragraphs, as
+  archives of lm_dataformat have them); anything else is *bad*.
 * Lines end with a newline (a carriage return before it is white space) and are UTF-8 whatever the locale; bytes that
   are not, and lone surrogates, are bad. A byte-order mark at the start of a line is ignored. Blank lines are not
   records.
@@ -10,20 +11,12 @@ Rules that do not depend on the machine or on where a record stands:
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import json
-import lzma
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from glob import glob, has_magic
-from pathlib import Path
-from typing import IO, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import orjson
 
-SUFFIXES: tuple[str, ...] = tuple(k + packed for packed in ("", ".gz", ".bz2", ".xz") for k in (".jsonl", ".json"))
-BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NOT_DECODABLE = "bytes that are not text in the input's encoding"
 PARAGRAPHS = "\n\n"  # between the strings of a text that is a list
@@ -44,64 +37,6 @@ class BadRecord(ValueError):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason + detail)
         self.reason = reason
-
-
-def expand_inputs(patterns: Sequence[str]) -> list[Path]:
-    """Files that the arguments name (patterns are expanded, ``**`` too, in order of their names).
-
-    Raises:
-        ValueError: a pattern that matches nothing, a file that is not there, or a suffix that is not supported.
-    """
-    files: list[Path] = []
-    for pattern in patterns:
-        is_pattern = has_magic(pattern) and not Path(pattern).exists()
-        found = sorted(glob(pattern, recursive=True)) if is_pattern else [pattern]
-        if not found:
-            raise ValueError(f"--input {pattern}: no file matches; supported are {', '.join(SUFFIXES)}")
-        files += [Path(f) for f in found]
-    for path in files:
-        if path.is_dir():
-            raise ValueError(f"--input {path}: a directory; give its files, as in '{path}/*.jsonl'")
-        if not path.is_file():
-            why = "not an ordinary file" if path.exists() else "no such file"
-            raise ValueError(f"--input {path}: {why}")
-        if suffix_of(path) is None:
-            raise ValueError(f"--input {path}: this kind of file is not read; supported are {', '.join(SUFFIXES)}")
-    return files
-
-
-def suffix_of(path: Path) -> str | None:
-    """The supported suffix of a file name, or None."""
-    return next((s for s in sorted(SUFFIXES, key=len, reverse=True) if path.name.endswith(s)), None)
-
-
-def _open(path: Path) -> IO[bytes]:
-    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    file: IO[bytes] = openers.get(path.suffix, open)(path, "rb")
-    return file
-
-
-def blocks(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number of the first line, whole lines) of a file in pieces of about a megabyte.
-
-    Raises BadInput where a compressed file is damaged or cut off.
-    """
-    line, rest = 1, [b""]
-    with _open(path) as f:
-        try:
-            while data := f.read(BLOCK_BYTES):
-                cut = data.rfind(b"\n") + 1
-                if not cut:  # inside a long line
-                    rest.append(data)
-                    continue
-                whole = b"".join([*rest, data[:cut]])
-                rest = [data[cut:]]
-                yield line, whole
-                line += whole.count(b"\n")
-        except (OSError, EOFError, lzma.LZMAError, zlib.error) as e:
-            raise BadInput(f"{path}: damaged, cut off or unreadable after line {line} ({e})") from None
-    if last := b"".join(rest):
-        yield line, last
 
 
 def numbered_lines(first_line: int, data: bytes) -> Iterator[tuple[int, bytes]]:

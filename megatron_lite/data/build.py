@@ -114,6 +114,7 @@ def _finish(
     if train is None or result.problems:
         return result
     result.blend = train if isinstance(train, BlendedDataset) else None
+    result.curriculum = curriculum
     if curriculum is not None:
         result.facts["curriculum"] = curriculum.as_data()
         result.summary += [f"curriculum {curriculum.name}:", *curriculum.describe()]

@@ -34,7 +34,7 @@ class Datasets:
         summary: lines for the start-up text: documents, tokens, samples, epochs of each split.
         notices: what is worth knowing and no problem.
         problems: what must be changed before the run can start.
-        blend: the sources of the training data, where there are several.
+        blend: the sources of the training data, where there are several; curriculum: of the training data.
         facts: what decides about training rows besides files and flags: to be the same on all ranks and after a restart.
     """
 
@@ -46,6 +46,7 @@ class Datasets:
     notices: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     blend: BlendedDataset | None = None
+    curriculum: Curriculum | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
 

@@ -14,6 +14,7 @@ from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data.blend import BlendedDataset
 from megatron_lite.data.build import Datasets, build_datasets
 from megatron_lite.data.by_source import BySource
+from megatron_lite.data.curriculum import Curriculum
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.megatron_order import samples_asked
 from megatron_lite.data.row import Dataset
@@ -35,7 +36,7 @@ class Data:
         decode: from ids to text, where the run has a tokenizer.
         facts: what decides about samples besides files and flags (the tokenizer's fingerprint and end-of-document id, the
             stages of a curriculum, the source of a transform), stored in checkpoints.
-        blend: the sources of the training data, where there are several.
+        blend: the sources of the training data, where there are several; curriculum: of the training data.
     """
 
     train: Loader
@@ -45,6 +46,7 @@ class Data:
     decode: Callable[[Sequence[int]], str] | None
     facts: dict[str, Any]
     blend: BlendedDataset | None = None
+    curriculum: Curriculum | None = None
 
     def close(self) -> None:
         """Stop all threads."""
@@ -182,4 +184,5 @@ def open_data(
             **found.facts,
         },
         blend=found.blend,
+        curriculum=found.curriculum,
     )

@@ -88,18 +88,25 @@ class Reporter:
         progress: Progress,
         *,
         samples: int,
+        row_length: int,
         seconds: float,
         learning_rate: float,
         loss_scale: float,
         extra: dict[str, float],
         sources: Callable[[int], dict[str, int]] | None = None,
     ) -> None:
-        """Record one step (``progress`` has counted it); ``sources``: what the first n samples were drawn from."""
+        """Record one step (``progress`` has counted it).
+
+        Args:
+            samples: of the global batch.
+            row_length: tokens that may see each other: the sequence length, or what a curriculum makes of it.
+            sources: of a blend, tells what the first n samples were drawn from.
+        """
         if not self.enabled:
             return
         world, length = self.mesh.layout.world_size, self.config.data.seq_length
         tokens = samples * length
-        flops = type(self.definition).flops(self.definition.config, tokens, length, report.squared_lengths)
+        flops = type(self.definition).flops(self.definition.config, tokens, row_length, report.squared_lengths)
         tflops = None if flops is None else flops.model_full / seconds / world / 1e12
         record: dict[str, Any] = {
             "step": progress.step,

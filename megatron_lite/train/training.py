@@ -159,6 +159,7 @@ class Training:
             report,
             counted,
             samples=size,
+            row_length=self._row_length(),
             seconds=self._step_seconds,
             learning_rate=rates[""],
             loss_scale=scale,
@@ -175,6 +176,11 @@ class Training:
                 self.reporter.say(line)
             self.reporter.say(first_sample_line(self.data.decode, batches.microbatches[0].tokens))
         return self._after_step(report)
+
+    def _row_length(self) -> int:
+        """Tokens of the rows of the next step (of its first sample, where a stage of a curriculum begins inside it)."""
+        stages = self.data.curriculum
+        return self.config.data.seq_length if stages is None else stages.at(self.progress.consumed_samples).seq_length
 
     def _refuse_state(self) -> None:
         """End a run whose first step has changed a buffer: it would be lost in checkpoints and differ between ranks."""

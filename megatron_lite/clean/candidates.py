@@ -56,8 +56,8 @@ class Bucket:
         if index < self.old:
             assert self._saved is not None
             return self._saved.read(*(int(self._old[name][index]) for name in ("home", "corpus", "number")))
-        key = self._keys[index - self.old]
-        return self._sets.read(int(key["file"]), int(key["position"]), int(key["number"]))
+        number, _, _, _, file, position = self._keys[index - self.old].item()  # the fields of KEY
+        return self._sets.read(file, position, number)
 
     def at_home(self, bucket: int) -> np.ndarray:
         """Keys of the documents of this corpus whose home the bucket is, one for each, by number."""

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Stands in for srun and scontrol, by the name under which it is started, on one machine.
+"""Stands in for srun, sbatch and scontrol, by the name under which it is started, on one machine.
 
 ``srun`` starts the tasks of its command line (or of the job) as processes of this machine, with the variables that Slurm sets for
 a task, passes the signals that it gets on to all of them, and ends with the highest exit code. As Slurm's it ends the other
 tasks when one has failed under ``--kill-on-bad-exit=1``, and so many seconds after the first has ended under ``--wait``.
+``sbatch`` runs a job, or each task of an array, before it returns; one whose dependency (``afterok``) has failed never runs. It adds
+a line to the file ``jobs`` in the directory of this program: number, exit code or ``never``, options.
 ``scontrol requeue JOB`` adds a line to the file ``requeued`` in the directory of this program.
 """
 
@@ -79,8 +81,36 @@ def srun(arguments: list[str]) -> int:
     return max(128 - task.returncode if task.returncode < 0 else task.returncode for task in tasks)
 
 
+def sbatch(arguments: list[str]) -> int:
+    """Run the job now."""
+    options, (script, *rest) = cut(arguments)
+    home = Path(sys.argv[0]).parent
+    jobs = (home / "jobs").read_text().splitlines() if (home / "jobs").exists() else []
+    number = str(101 + len(jobs))
+    spooled = home / f"job{number}"  # Slurm runs a copy
+    spooled.write_text(Path(script).read_text())
+    kind, _, needed = options.get("dependency", "").partition(":")
+    code: int | str = "never"
+    if not needed or (kind == "afterok" and any(line.startswith(f"{needed} 0 ") for line in jobs)):
+        first, _, last = options.get("array", "").partition("-")
+        tasks = [{"SLURM_ARRAY_TASK_ID": str(i)} for i in range(int(first), int(last or first) + 1)] if first else [{}]
+        its = {"SLURM_JOB_ID": number, "SLURM_SUBMIT_DIR": os.getcwd(), "SLURM_CPUS_PER_TASK": "1"}
+        with open(home / f"job{number}.log", "w") as log:
+            codes = [
+                subprocess.run(["bash", spooled, *rest], env=os.environ | its | task, stdout=log, stderr=log).returncode
+                for task in tasks
+            ]
+        code = max(codes)
+    with open(home / "jobs", "a") as f:
+        f.write(f"{number} {code} {options}\n")
+    print(number if "parsable" in options else f"Submitted batch job {number}")
+    return 0
+
+
 def main() -> int:
     """By the name of this file."""
+    if Path(sys.argv[0]).name == "sbatch":
+        return sbatch(sys.argv[1:])
     if Path(sys.argv[0]).name == "srun":
         return srun(sys.argv[1:])
     with open(Path(sys.argv[0]).parent / "requeued", "a") as f:

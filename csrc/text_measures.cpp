@@ -221,7 +221,7 @@ class TextMeasures {
       if (i >= from && i < to) inner = add(inner, text[i]);
     }
     hashes_.push_back(whole);
-    lengths_.push_back(end - begin);
+    lengths_.push_back(by_character_ ? 1 : end - begin);
     alphabetic_ += letter;
     word_characters_ += to - from;
     stop_found_ += to > from && stop_.count(inner);

@@ -18,7 +18,8 @@ Sources:
   (5, 8 and 10 words: 8, 13 and 16), since its shares of text in n-grams do not change with the unit.
 * [ChineseWebText] Chen et al. 2023, arXiv:2311.01149: at least 30% Chinese characters.
 * [Swallow] Okazaki et al. 2024, arXiv:2404.17733: at least half of a Japanese text in Japanese characters; the shares of
-  the most frequent n-grams, by character.
+  the most frequent n-grams, by character. Both shares are taken of the words here, where a Latin word is one: of the
+  characters, technical Chinese full of names in Latin letters has less than 30%.
 
 Lower bounds of length: Gopher's 50 words, by character 50 characters; ChineseWebText takes 200, Swallow 400 (``bounds`` of
 the step sets them). Where FineWeb-2's bound would lose plain prose under our definition of a word (Spanish dialogue has
@@ -55,7 +56,7 @@ class Bounds:
     line_words: int = 12
     """A line of so many words counts as a sentence without a mark: verse, subtitles."""
     min_script: float = 0.0
-    """Share of the characters in the script of the language."""
+    """Share of the words that are characters of the script of the language (ideographs, for Japanese kana too)."""
     top_ngrams: Grams = _TOP
     """(n, bound): characters in the most frequent n-gram."""
     duplicate_ngrams: Grams = _DUPLICATE

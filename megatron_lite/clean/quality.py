@@ -203,15 +203,15 @@ def _language_bound(counts: Measures, language: Language) -> Iterator[str]:
     elif bounds.max_word_length and mean > bounds.max_word_length:
         yield "words too long on average"
     script = counts.ideographs + (counts.kana if language.kana else 0)
-    if script < bounds.min_script * counts.characters:
-        yield "too little of the text is in the script of its language"
+    if script < bounds.min_script * words:
+        yield "too few words in the script of the language"
     if counts.alphabetic < bounds.min_alphabetic * words:
         yield "too few words with a letter"
     if counts.stop_words < bounds.min_stop_words:
         yield "too few stop words"
     if counts.sentence_lines < bounds.min_sentence_lines * counts.lines[0]:
         yield "too few lines with an end mark"
-    inside = counts.word_characters if language.by_character else counts.characters
+    inside = words if language.by_character else counts.characters
     for (n, share), found in zip(bounds.top_ngrams, counts.top, strict=True):
         if found > share * inside:
             yield f"a {n}-gram is too much of the text"

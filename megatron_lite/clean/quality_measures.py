@@ -52,8 +52,8 @@ class Measures(NamedTuple):
         sentence_lines: lines that end with an end mark, or have many words.
         lines, paragraphs: see :class:`Pieces`.
         top: characters in all places of the most frequent n-gram, for each n; of equally frequent ones the longest; 0 when
-            none is there twice. Places that overlap count twice.
-        duplicate: characters in n-grams that were there before, for each n, overlaps once.
+            none is there twice. Places that overlap count twice. By character a word of several letters counts as one.
+        duplicate: characters in n-grams that were there before, for each n, overlaps once; by character as above.
     """
 
     symbols: int
@@ -133,6 +133,7 @@ class Measurer:
         inner = [self._strip(word, self._of_a_word) for word in flat]
         joined = ["\n".join(some) for some in paragraphs if some]
         sizes = [len(p) - p.count("\n") for p in joined]
+        size: Callable[[str], int] = (lambda _: 1) if self.language.by_character else len
         return Measures(
             symbols=classes[SYMBOL],
             letters=classes[LETTER],
@@ -155,8 +156,8 @@ class Measurer:
             ),
             lines=_pieces(lines, [len(line) for line in lines]),
             paragraphs=_pieces(joined, sizes),
-            top=[_top(flat, n) for n, _ in self.bounds.top_ngrams],
-            duplicate=[_duplicate(flat, n) for n, _ in self.bounds.duplicate_ngrams],
+            top=[_top(flat, size, n) for n, _ in self.bounds.top_ngrams],
+            duplicate=[_duplicate(flat, size, n) for n, _ in self.bounds.duplicate_ngrams],
         )
 
     def _class(self, character: str) -> int:
@@ -204,20 +205,20 @@ def _grams(words: list[str], n: int) -> list[tuple[str, ...]]:
     return list(zip(*(words[k:] for k in range(n)), strict=False))
 
 
-def _top(words: list[str], n: int) -> int:
+def _top(words: list[str], size: Callable[[str], int], n: int) -> int:
     counts = Counter(_grams(words, n))
-    most, longest = max(((times, sum(map(len, gram))) for gram, times in counts.items()), default=(1, 0))
+    most, longest = max(((times, sum(map(size, gram))) for gram, times in counts.items()), default=(1, 0))
     return most * longest if most > 1 else 0
 
 
-def _duplicate(words: list[str], n: int) -> int:
+def _duplicate(words: list[str], size: Callable[[str], int], n: int) -> int:
     seen: set[tuple[str, ...]] = set()
     covered: set[int] = set()
     for place, gram in enumerate(_grams(words, n)):
         if gram in seen:
             covered.update(range(place, place + n))
         seen.add(gram)
-    return sum(len(words[i]) for i in covered)
+    return sum(size(words[i]) for i in covered)
 
 
 def measurer(language: Language, table: np.ndarray) -> Callable[[str], Measures]:

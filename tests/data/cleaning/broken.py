@@ -87,10 +87,11 @@ BROKEN: list[tuple[str, str | None, str]] = [
     ("too much of the text is digits", "zh", "开奖结果如下，请查看：" + "，".join(f"第{n}期{n * 7919 % 1000000}" for n in range(2021001, 2021016)) + "。"),
     ("too much of the text is symbols", "en", _EN.replace(" ", " =+= ").replace("=+= the", "~*~ the")),
     ("too much of the text is symbols", "zh", _ZH.replace("，", "★★◆◆★★【】").replace("。", "※※→→※※▲▲").replace("的", "■的■") + "。"),
-    ("too little of the text is in the script of its language", "zh", "我们的新款手机上市了，欢迎选购。" +
+    ("too few words in the script of the language", "zh", "我们的新款手机。" +
         "Snapdragon AMOLED Dolby Vision Gorilla Glass Bluetooth Type-C NFC GPS GLONASS Galileo WLAN Hotspot Android Launcher "
-        "Camera Sensor Macro Ultrawide Telephoto Selfie Portrait Night Mode Slow Motion Time Lapse Panorama 的和是在有。"),
-    ("too little of the text is in the script of its language", "ja", "新しい商品の入荷のお知らせです。" +
+        "Camera Sensor Macro Ultrawide Telephoto Selfie Portrait Night Mode Slow Motion Time Lapse Panorama Charger Adapter Cable Case Strap Speaker Earphone Headset "
+        "Keyboard Mouse Monitor Router Printer Scanner Projector 和是。"),
+    ("too few words in the script of the language", "ja", "新しい商品の入荷のお知らせです。" +
         "Snapdragon AMOLED Dolby Vision Gorilla Glass Bluetooth Type-C NFC GPS GLONASS Galileo WLAN Hotspot Android Launcher Camera "
         "Sensor Macro Ultrawide Telephoto Selfie Portrait Night Mode Slow Motion Time Lapse Panorama Charger Adapter Cable Case Strap "
         "Speaker Earphone Headset Keyboard Mouse Monitor Router Printer Scanner Projector。"),

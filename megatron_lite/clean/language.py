@@ -20,7 +20,7 @@ class LanguageOptions:
     """Options of the step ``language``."""
 
     allow: tuple[str, ...] = ()
-    """ISO 639-1 codes of the languages to keep; empty: all, and nothing is dropped."""
+    """ISO 639-1 codes of the languages to keep (YAML wants Norwegian in quotes: "no"); empty: all, and nothing is dropped."""
     min_score: float = 0.65
     """The model's probability for its first choice; below it the language is unknown. FineWeb takes 0.65, CCNet 0.5."""
     min_bytes: int = 30

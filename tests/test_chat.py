@@ -17,9 +17,9 @@ from chat_toys import (
     SYSTEM,
     TALK,
     TEMPLATES,
+    chat_encoder,
     counted,
     encode,
-    encoder_of,
     save_tokenizer,
     tokenizer_with,
     why_bad,
@@ -123,11 +123,12 @@ def test_a_token_across_a_border_is_refused(model: Path, tmp_path: Path) -> None
     assert "a token lies across" in why_bad(tokenizer_with(model, tmp_path / "s", spaced), talk)
 
 
-def test_borders_are_those_of_tokenizing_every_beginning(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fast", [False, True])
+def test_borders_are_those_of_tokenizing_every_beginning(model: Path, tmp_path: Path, fast: bool) -> None:
     """Texts of pieces that like to merge, special tokens among them: the same mask, or the same refusal, as the long way."""
     folder = tokenizer_with(model, tmp_path / "t", CHATML)
-    encoder, random = encoder_of(folder), np.random.default_rng(0)
-    template, tokenizer = encoder.templates.plain, encoder.tokenizer
+    encoder, random = chat_encoder(folder, fast), np.random.default_rng(0)
+    template, tokenizer = encoder.templates.plain, HuggingFaceTokenizer(str(folder))
     refused = 0
     for _ in range(150):
         pieces = random.choice([" ", "\n", " is", "the", "é", "<|im_end|>", "assistant", "\n\n"], (4, 3))

@@ -25,7 +25,9 @@ import numpy as np
 
 from megatron_lite.text.chat_template import ChatTemplate, Rendered, TemplateRefusal, Templates
 from megatron_lite.text.records import BadRecord, text_of
+from megatron_lite.text.special_places import SpecialPlaces, Tokens
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer
+from megatron_lite.text.tokenizer_fast import Encoder
 
 ASSISTANT = "assistant"
 PROMPT_KEYS = ("prompt", "instruction", "question", "query")
@@ -170,23 +172,29 @@ class Example:
 
 
 class ChatEncoder:
-    """From conversations to tokens and masks, with one tokenizer and its templates."""
+    """From conversations to tokens and masks, with one tokenizer and its templates.
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer, templates: Templates) -> None:
-        self.tokenizer, self.templates = tokenizer, templates
-        self._special = np.array(sorted(tokenizer.special_ids), dtype=np.int64)
+    Args:
+        tokenizer, templates: what renders and tokenizes.
+        encoder: the fast form of the tokenizer, where it is proved.
+    """
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer, templates: Templates, encoder: Encoder | None = None) -> None:
+        self.templates = templates
+        self._places = SpecialPlaces(tokenizer, encoder)
         self._remembered = lru_cache(maxsize=1 << 12)(self._ids)
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Example | BadRecord]:
         """For each conversation its tokens and mask, or why it is bad."""
-        rendered = [self._render(c) for c in conversations]
-        encodings = iter(self.tokenizer.encodings([r.text for r in rendered if isinstance(r, Rendered)]))
+        rendered = [self.render(c) for c in conversations]
+        tokens = iter(self._places.encode([r.text for r in rendered if isinstance(r, Rendered)]))
         return [
-            self._example(r, next(encodings), self.templates.of(c.tools).marks) if isinstance(r, Rendered) else r
+            self._example(r, next(tokens), self.templates.of(c.tools).marks) if isinstance(r, Rendered) else r
             for r, c in zip(rendered, conversations, strict=True)
         ]
 
-    def _render(self, conversation: Conversation) -> Rendered | BadRecord:
+    def render(self, conversation: Conversation) -> Rendered | BadRecord:
+        """The text of a conversation and its assistant's turns, or why it is bad."""
         try:
             rendered = render(self.templates.of(conversation.tools), conversation)
             rendered.text.encode("utf-8")
@@ -196,41 +204,37 @@ class ChatEncoder:
             return BadRecord("it holds a lone surrogate, which is no text")
         return rendered
 
-    def _example(self, rendered: Rendered, encoding: Any, by_marks: bool) -> Example | BadRecord:
-        ids = np.array(encoding.ids, dtype=np.int64)
-        special = np.flatnonzero(np.isin(ids, self._special)).tolist()
-        places = [encoding.token_to_chars(i) for i in special]
-        stops = [stop for _, stop in places]
-        mask = np.zeros(len(ids), dtype=np.uint8)
+    def _example(self, rendered: Rendered, tokens: Tokens, by_marks: bool) -> Example | BadRecord:
+        special = {token for token, _, _ in tokens.special}
+        stops = [stop for _, _, stop in tokens.special]
+        mask = np.zeros(len(tokens.ids), dtype=np.uint8)
         turns = ended = 0
         try:
             for start, stop in rendered.marked:
                 if not by_marks:
                     stop = _without_space_behind(rendered.text, start, stop, stops)
-                first, last = (self._token_at(rendered.text, ids, special, places, stops, at) for at in (start, stop))
+                first, last = (self._token_at(rendered.text, tokens, stops, at) for at in (start, stop))
                 mask[first:last] = 1
                 turns += last > first
                 ended += last > first and last - 1 in special
         except BadRecord as why:
             return why
         mask[:1] = 0  # nothing predicts the first token
-        return Example(ids, mask, turns, ended)
+        return Example(tokens.ids, mask, turns, ended)
 
-    def _token_at(
-        self, text: str, ids: np.ndarray, special: list[int], places: list[tuple[int, int]], stops: list[int], at: int
-    ) -> int:
+    def _token_at(self, text: str, tokens: Tokens, stops: list[int], at: int) -> int:
         """The first token behind a character; BadRecord where one lies across."""
         last = bisect_right(stops, at) - 1
-        token, begin = (special[last], places[last][0]) if last >= 0 else (0, 0)
+        token, begin = tokens.special[last][:2] if last >= 0 else (0, 0)
         part = text[begin:at]
         head = self._remembered(part) if len(part) <= _REMEMBERED else self._ids(part)
-        if not np.array_equal(ids[token : token + len(head)], head):
+        if not np.array_equal(tokens.ids[token : token + len(head)], head):
             around = f"{text[max(0, at - _SHOWN) : at]!r} | {text[at : at + _SHOWN]!r}"
             raise BadRecord("a token lies across the border of an assistant's turn", f" ({around})")
         return token + len(head)
 
     def _ids(self, text: str) -> np.ndarray:
-        return np.array(self.tokenizer.encodings([text])[0].ids, dtype=np.int64)
+        return self._places.encode([text])[0].ids
 
 
 def _without_space_behind(text: str, start: int, stop: int, special_stops: list[int]) -> int:

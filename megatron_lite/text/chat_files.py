@@ -9,14 +9,17 @@ and counted by rule. The mask is published before the tokens: there are never to
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,11 +30,12 @@ from megatron_lite.data.index_writer import IndexedWriter
 from megatron_lite.data.locked_file import interrupts_held
 from megatron_lite.data.loss_mask import mask_prefix
 from megatron_lite.text.chat import ChatEncoder, Conversation, Example, Keys, conversation_of
-from megatron_lite.text.chat_template import CLOSE, OPEN, Templates, load_templates
+from megatron_lite.text.chat_template import CLOSE, OPEN, Rendered, Templates, load_templates
 from megatron_lite.text.inputs import InputOptions, Lines, open_input
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.records import BadInput, BadRecord, excerpt, numbered_lines, parse_object
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer
+from megatron_lite.text.tokenizer_fast import NotFast, encoder_of
 
 EMPTY, NO_ANSWER, NOTHING, TOO_LONG = (
     "without messages",
@@ -39,7 +43,8 @@ EMPTY, NO_ANSWER, NOTHING, TOO_LONG = (
     "without a token that the loss counts",
     "longer than a row",
 )
-_MARKS = tuple(form for mark in (OPEN, CLOSE) for form in (mark.encode(), f"\\u{ord(mark):x}".encode()))
+_TRIED = 16  # conversations that the fast tokenizer is tried on at the start
+_MARKS = re.compile(rb"\xef\xb7[\x90\x91]|\\u[fF][dD][dD][01]")  # OPEN or CLOSE, perhaps
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class ChatOptions:
         most_tokens: of a conversation, S + 1; None: any.
         too_long: what becomes of longer ones.
         skip_bad: leave bad records out and count them.
+        fast: use the fast form of the tokenizer, which has been proved equal.
     """
 
     tokenizer: Callable[[], HuggingFaceTokenizer]
@@ -64,6 +70,7 @@ class ChatOptions:
     most_tokens: int | None = None
     too_long: Literal["drop", "truncate"] = "drop"
     skip_bad: bool = False
+    fast: bool = True
 
     def templates(self) -> Templates:
         """The template of the tokenizer, compiled."""
@@ -110,7 +117,7 @@ class ChatBlock:
     counts: ChatCounts
     ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     mask: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
-    lengths: list[int] = field(default_factory=list)
+    lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     error: str | None = None
 
 
@@ -125,8 +132,8 @@ def encode_block(encoder: ChatEncoder, options: ChatOptions, lines: Lines) -> Ch
         counts.bad[why.reason] += 1
 
     examples: list[Example] = []
+    found: list[tuple[int, bytes, Conversation]] = []
     try:
-        found: list[tuple[int, bytes, Conversation]] = []
         for number, line in numbered_lines(lines.first, lines.data):
             try:
                 conversation = conversation_of(_parse(line), options.keys)
@@ -137,7 +144,10 @@ def encode_block(encoder: ChatEncoder, options: ChatOptions, lines: Lines) -> Ch
                 counts.dropped[NO_ANSWER if conversation.messages else EMPTY] += 1
             else:
                 found.append((number, line, conversation))
-        encoded = encoder.encode([c for _, _, c in found])
+        try:
+            encoded = encoder.encode([c for _, _, c in found])
+        except ValueError as error:
+            raise BadInput(f"{lines.file}:{lines.first}: {error}") from None
         for (number, line, conversation), example in zip(found, encoded, strict=True):
             if isinstance(example, BadRecord):
                 refuse(number, line, example)
@@ -151,16 +161,17 @@ def encode_block(encoder: ChatEncoder, options: ChatOptions, lines: Lines) -> Ch
     if examples:
         block.ids = np.concatenate([e.ids for e in examples]).astype(np.int32)
         block.mask = np.concatenate([e.mask for e in examples])
-    block.lengths = [len(e.ids) for e in examples]
+    block.lengths = np.array([len(e.ids) for e in examples], dtype=np.int64)
     counts.conversations, counts.tokens, counts.counted = len(examples), len(block.ids), int(block.mask.sum())
     counts.turns, counts.ended = sum(e.turns for e in examples), sum(e.ended for e in examples)
     return block
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    if any(mark in line or mark in line.lower() for mark in _MARKS):
+    record = parse_object(line)
+    if _MARKS.search(line) and any(mark in json.dumps(record, ensure_ascii=False) for mark in (OPEN, CLOSE)):
         raise BadRecord("U+FDD0 or U+FDD1, which Unicode keeps from texts")
-    return parse_object(line)
+    return record
 
 
 def _by_rule(example: Example, options: ChatOptions, counts: ChatCounts) -> Example | None:
@@ -182,7 +193,9 @@ def _by_rule(example: Example, options: ChatOptions, counts: ChatCounts) -> Exam
 def worker_function(options: ChatOptions) -> Callable[[Lines], ChatBlock]:
     """What a worker process does with a block; builds tokenizer and template."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of the tokenizers package: processes are the parallelism
-    return partial(encode_block, ChatEncoder(options.tokenizer(), options.templates()), options)
+    tokenizer = options.tokenizer()
+    encoder = encoder_of(tokenizer, prove=False) if options.fast else None
+    return partial(encode_block, ChatEncoder(tokenizer, options.templates(), encoder), options)
 
 
 def prepare_chat(
@@ -216,14 +229,14 @@ def prepare_chat(
             # A mask without tokens is what a killed run left.
             mask = IndexedWriter(mask_prefix(prefix), dtype=np.uint8, overwrite=True)
             stack.callback(mask.abort)
-        for block in _encoded(inputs, options, workers, encoding, stack):
+        work = _lines(inputs, encoding)
+        first = list(islice(work, 1))
+        options = replace(options, fast=_proved(tokenizer, options, first, say))
+        for block in _encoded(chain(first, work), options, workers, stack):
             if block.error is not None:
                 raise BadInput(block.error)
-            start = 0
-            for length in block.lengths:
-                tokens.add_document(block.ids[start : start + length])
-                mask.add_document(block.mask[start : start + length])
-                start += length
+            tokens.add_documents(block.ids, block.lengths)
+            mask.add_documents(block.mask, block.lengths)
             total.add(block.counts)
             if log_interval and total.conversations - said >= log_interval:
                 said = total.conversations
@@ -238,11 +251,27 @@ def prepare_chat(
     return total
 
 
-def _encoded(
-    inputs: Sequence[Path], options: ChatOptions, workers: int, encoding: str, stack: ExitStack
-) -> Iterator[ChatBlock]:
+def _proved(
+    tokenizer: HuggingFaceTokenizer, options: ChatOptions, first: list[Lines], say: Callable[[str], None]
+) -> bool:
+    """Whether the tokenizer's fast form gives its ids: of texts made to be hard, and of the first conversations."""
+    if not options.fast:
+        return False
+    encoder, texts = ChatEncoder(tokenizer, options.templates()), []
+    for lines in first:
+        for _, line in islice(numbered_lines(lines.first, lines.data), _TRIED):
+            with contextlib.suppress(BadRecord):
+                rendered = encoder.render(conversation_of(_parse(line), options.keys))
+                texts += [rendered.text] if isinstance(rendered, Rendered) else []
+    try:
+        return encoder_of(tokenizer, texts).is_fast
+    except NotFast as why:
+        say(f"note: tokenizing by the reference library, which is slower: {why}")
+        return False
+
+
+def _encoded(work: Iterator[Lines], options: ChatOptions, workers: int, stack: ExitStack) -> Iterator[ChatBlock]:
     """Every block in order."""
-    work = _lines(inputs, encoding)
     if workers == 1:
         yield from map(worker_function(options), work)
         return

@@ -160,7 +160,9 @@ class CorpusCache:
             log_interval=1000,
             say=lambda text: self.tell(f"tokenizing {path}: {text}"),
         )
-        return "; ".join(summary(counts, options).splitlines())
+        text = summary(counts, options)
+        print(text, flush=True)  # the process that starts a run's output may be another one
+        return "; ".join(text.splitlines())
 
 
 def names_text(data: DataConfig) -> bool:

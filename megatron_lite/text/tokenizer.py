@@ -95,7 +95,7 @@ class HuggingFaceTokenizer:
     @property
     def special_texts(self) -> list[str]:
         """Spellings that are taken as one token wherever they are."""
-        return [t.content for t in self._fast.get_added_tokens_decoder().values()]
+        return [t.content for t in self.added_tokens().values()]
 
     def _find_end(self, file: Path, content: dict[str, Any], eod_token: str | None) -> int:
         declared = eod_token or _declared_end(file.parent)
@@ -124,10 +124,9 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self._ids(e) for e in self._fast.encode_batch_fast(list(texts))]
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids of the special tokens."""
-        return frozenset(i for i, token in self._fast.get_added_tokens_decoder().items() if token.special)
+    def added_tokens(self) -> dict[int, Any]:
+        """The library's records of tokens that are found before the text is cut: ``content``, ``special``, ``lstrip``, ..."""
+        return dict(self._fast.get_added_tokens_decoder())
 
     def encodings(self, texts: Sequence[str]) -> list[Any]:
         """The library's own records of texts to which nothing is added: ``ids``, ``token_to_chars``."""

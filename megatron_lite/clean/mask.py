@@ -10,7 +10,7 @@ code (E.164). Names and postal addresses are not looked for.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv4Address, IPv6Address
 
@@ -21,12 +21,16 @@ _MAIL = re.compile(
     r"(?![A-Za-z0-9-])(?P<path>:[\w~/.])?"
 )
 _FILES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".js", ".css")  # logo@2x.png
-_IPV4 = re.compile(r"(?<![\w.])(?<![A-Za-z]/)\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}(?![A-Za-z0-9_]|\.\d)", re.ASCII)
+_IPV4 = re.compile(
+    r"[0-9](?<![\w.]\d)(?<![A-Za-z]/\d)\d{0,2}\.\d{1,3}\.\d{1,3}\.\d{1,3}(?![A-Za-z0-9_]|\.\d)", re.ASCII
+)
 _VERSION = re.compile(
     r"(?:\bv|\bver|version|release|revision|firmware|build|[=~<>]=|版本|版)\s*(?:号|number)?\.?\s*[:：=]?\s*$", re.I
 )  # noqa: RUF001
 _SMALL = 32  # four numbers below this are a version or a section: 1 in 4096 addresses is so
-_IPV6 = re.compile(r"(?<![\w:.])[23][0-9A-Fa-f]{3}:[0-9A-Fa-f:]{2,34}(?![\w:])", re.ASCII)  # global unicast, 2000::/3
+_IPV6 = re.compile(
+    r"[23](?<![\w:.][23])[0-9A-Fa-f]{3}:[0-9A-Fa-f:]{2,34}(?![\w:])", re.ASCII
+)  # global unicast, 2000::/3
 
 _BEFORE, _AFTER = r"(?<![\dA-Za-z_.+/=-])", r"(?![\dA-Za-z_]|[-.]\d)"
 _PHONE = re.compile(
@@ -53,7 +57,9 @@ _PHONE = re.compile(
     re.ASCII,
 )
 _FEWEST_DIGITS, _FEWEST_TOGETHER, _MOST_DIGITS = 8, 10, 15  # of a number with +; E.164 has the 15
-_DIGIT = re.compile(r"\d{4}", re.ASCII)  # every telephone number has four together
+# Seven digits or more with little between them: where a telephone number may be. (A pattern that begins with a set of
+# characters is found many times faster than one that begins with a look behind; so are the two above.)
+_DIGITS = re.compile(r"[0-9+(（](?:[ ()（）.+\-－转]{0,2}[0-9]){6,}")  # noqa: RUF001
 
 
 @dataclass(frozen=True)
@@ -80,24 +86,21 @@ class Mask(LocalStep):
         for document in documents:
             text = document.text
             if options.mail and "@" in text:
-                text = self._replace(text, _MAIL, _is_mail, options.mail, "mail addresses")
+                text = self._replace(text, filter(_is_mail, _MAIL.finditer(text)), options.mail, "mail addresses")
             if options.ip:
-                text = self._replace(text, _IPV4, _is_public_ipv4, options.ip, "IP addresses")
-                text = self._replace(text, _IPV6, _is_public_ipv6, options.ip, "IP addresses")
-            if options.phone and _DIGIT.search(text):
-                text = self._replace(text, _PHONE, _is_phone, options.phone, "telephone numbers")
+                text = self._replace(text, filter(_is_public_ipv4, _IPV4.finditer(text)), options.ip, "IP addresses")
+                text = self._replace(text, filter(_is_public_ipv6, _IPV6.finditer(text)), options.ip, "IP addresses")
+            if options.phone:
+                text = self._replace(text, _phones(text), options.phone, "telephone numbers")
             document.text = text
 
-    def _replace(
-        self, text: str, pattern: re.Pattern[str], holds: Callable[[re.Match[str]], bool], instead: str, what: str
-    ) -> str:
-        """Replace what a pattern finds and ``holds`` confirms."""
+    def _replace(self, text: str, found: Iterable[re.Match[str]], instead: str, what: str) -> str:
+        """Put ``instead`` for what was found, and count."""
         parts, end = [], 0
-        for found in pattern.finditer(text):
-            if holds(found):
-                parts += [text[end : found.start()], instead]
-                end = found.end()
-                self.count(what)
+        for match in found:
+            parts += [text[end : match.start()], instead]
+            end = match.end()
+            self.count(what)
         return "".join([*parts, text[end:]]) if parts else text
 
 
@@ -121,6 +124,11 @@ def _is_public_ipv6(found: re.Match[str]) -> bool:
         return IPv6Address(found[0]).is_global
     except AddressValueError:
         return False
+
+
+def _phones(text: str) -> Iterator[re.Match[str]]:
+    for digits in _DIGITS.finditer(text):
+        yield from filter(_is_phone, _PHONE.finditer(text, digits.start(), digits.end() + 2))  # and what comes after it
 
 
 def _is_phone(found: re.Match[str]) -> bool:

@@ -20,12 +20,8 @@ from megatron_lite.clean.step import Document, LocalStep
 # reference end state): dropping them would drop quotation marks and dashes.
 _WINDOWS = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}
 # Other controls but tab and newline, interlinear marks, and code points that are no characters (Unicode 16, 23.7).
-_CONTROLS = re.compile(
-    "[\x00-\x08\x0e-\x1f\x7f-\x9f\ufff9-\ufffb\ufdd0-\ufdef"
-    + "".join(chr(plane << 16 | 0xFFFE) + chr(plane << 16 | 0xFFFF) for plane in range(17))
-    + "]"
-)
-_LINE_ENDS = re.compile("\r\n?|[\v\f\u2028\u2029]")
+_CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufff9-\ufffb\ufdd0-\ufdef\ufffe\uffff]")
+_LINE_ENDS = re.compile("[\r\v\f\u2028\u2029]")
 _SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f]")
 _BLANK_LINES = re.compile("\n{3,}")
 _PAGE = re.compile(
@@ -104,7 +100,7 @@ class Normalise(LocalStep):
             document.text = text
 
     def _controls(self, text: str) -> str:
-        text = _LINE_ENDS.sub("\n", text)
+        text = _LINE_ENDS.sub("\n", text.replace("\r\n", "\n"))
         if _CONTROLS.search(text):
             self.count("texts with control characters")
             text = _CONTROLS.sub(lambda found: _WINDOWS.get(ord(found[0]), ""), text)
@@ -115,7 +111,9 @@ def plain_space(text: str) -> str:
     """A text with plain spaces, none at the ends of lines, and at most one blank line together."""
     text = _SPACES.sub(" ", text)
     text = "\n".join(line.rstrip() for line in text.split("\n"))
-    return _BLANK_LINES.sub("\n\n", text).strip("\n")
+    if "\n\n\n" in text:
+        text = _BLANK_LINES.sub("\n\n", text)
+    return text.strip("\n")
 
 
 def is_page(text: str) -> bool:

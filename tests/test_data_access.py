@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_lite.data import remote
 from megatron_lite.data.access import Access
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.data.remote import BLOCK, BlockCache, RemoteFile
+from megatron_lite.data.sources import open_all
 
 
 def write(prefix: Path, tokens: int = 900_000, seed: int = 0) -> IndexedDataset:
@@ -190,6 +192,37 @@ def test_stores_that_fail(tmp_path, monkeypatch):
     with pytest.raises(ConnectionError, match=r"memory://fail/a.bin: bytes 1048576 to 2097152 .* 3 times; .* 5 bytes came"):
         stored.read(BLOCK // 4, BLOCK // 4 + 1)
     assert len(blocks(tmp_path / "cache")) == 1
+
+
+def test_a_full_disk_makes_a_store_slow_and_ends_nothing(tmp_path, monkeypatch, fetched):
+    local, name = write(tmp_path / "a"), upload(tmp_path / "a", "full/a")
+    stored = IndexedDataset(name, Access(cache=tmp_path / "cache"))
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(remote, "new_file", full)
+    with pytest.warns(UserWarning, match=r"blocks of memory://full/a.bin cannot be kept in .*: .*No space left"):
+        assert np.array_equal(stored.read(0, 9), local.read(0, 9))
+    assert blocks(tmp_path / "cache") == []
+
+
+def test_more_files_than_a_shell_allows(tmp_path):
+    """Sources read by pread keep a file open each."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    write(tmp_path / "s0", 10)
+    prefixes = [str(tmp_path / f"s{i}") for i in range(300)]
+    for prefix in prefixes[1:]:
+        for suffix in (".bin", ".idx", ".meta.json"):
+            os.link(f"{prefixes[0]}{suffix}", f"{prefix}{suffix}")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        opened, problems = open_all(prefixes, Access("pread"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert not problems and len(opened) == 300
+    for dataset in opened.values():
+        dataset.close()
 
 
 def test_what_is_refused(tmp_path):

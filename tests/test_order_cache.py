@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import struct
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -208,6 +210,18 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
     monkeypatch.setattr("megatron_lite.data.node_file.fcntl.flock", no_locks)
     assert cached_arrays(tmp_path / "a", {}, lambda: {"x": np.arange(3)})["x"].tolist() == [0, 1, 2]
+    with new_file(tmp_path / "b") as first, new_file(tmp_path / "c") as other:  # two at work do not disturb each other
+        first.write(b"1")
+        assert other.write(b"2") == 1 and len(list(tmp_path.glob("*.tmp"))) == 2
+        with new_file(tmp_path / "b.x"):
+            pass
+    dead = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
+    left = tmp_path / f"d.{socket.gethostname()}.{dead}-1.tmp"
+    mine = tmp_path / f"d.{socket.gethostname()}.{os.getpid()}-1.tmp"
+    for path in (left, mine):
+        path.touch()
+    with new_file(tmp_path / "d"):
+        assert not left.exists() and mine.exists()
 
 
 def test_a_run_of_five_hundred_sources_with_two_million_documents(tmp_path):

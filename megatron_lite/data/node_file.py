@@ -56,11 +56,12 @@ def node_lock(path: Path, waiting: Callable[[], None] = _nothing) -> Iterator[No
 def new_file(path: Path, *, sync: bool = True) -> Iterator[IO[bytes]]:
     """A file to write that becomes ``path`` when the block ends, and nothing when it raises.
 
-    Call it with the lock of ``path``: what killed writers of this host have left beside it is removed.
+    What writers of this host that are gone have left beside it is removed.
     """
     host = socket.gethostname()
     for left in path.parent.glob(f"{path.name}.{host}.*.tmp"):
-        left.unlink(missing_ok=True)
+        if not _alive(left.name.split(".")[-2].partition("-")[0]):
+            left.unlink(missing_ok=True)
     temporary = path.with_name(f"{path.name}.{host}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -72,3 +73,14 @@ def new_file(path: Path, *, sync: bool = True) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _alive(process: str) -> bool:
+    """Whether there is a process of this number."""
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, ValueError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True

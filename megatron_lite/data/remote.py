@@ -16,6 +16,7 @@ import hashlib
 import os
 import struct
 import time
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
@@ -178,10 +179,13 @@ class CachedFile:
             if data is not None:
                 return data
             block = self._remote.fetch(number * BLOCK, number * BLOCK + size)
-            with new_file(path, sync=False) as file:
-                for at in range(0, size, _PIECE):
-                    piece = block[at : at + _PIECE]
-                    file.write(piece + _CRC.pack(zlib.crc32(piece)))
+            try:
+                with new_file(path, sync=False) as file:
+                    for at in range(0, size, _PIECE):
+                        piece = block[at : at + _PIECE]
+                        file.write(piece + _CRC.pack(zlib.crc32(piece)))
+            except OSError as error:  # a full disk makes a run slow; it need not end it
+                warnings.warn(f"blocks of {self._remote.name} cannot be kept in {self._directory}: {error}", stacklevel=2)
         self._cache.added(size)
         return block[start:stop]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -52,6 +53,9 @@ def parse_sources(entries: Sequence[str], flag: str = "--data-path") -> list[Sou
 def open_all(prefixes: Iterable[str], access: Access | None = None) -> tuple[dict[str, IndexedDataset], list[Problem]]:
     """Every dataset once, several at a time (opening waits for the file system); and what is wrong with them."""
     unique = list(dict.fromkeys(prefixes))
+    if access is not None and access.method == "pread":  # each keeps a file open, and shells allow 1,024
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     opened: dict[str, IndexedDataset] = {}
     problems: list[Problem] = []
 

@@ -77,7 +77,8 @@ def open_access(data: DataConfig, tell: Tell = lambda text: None) -> tuple[Acces
     for entries in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
         for source in parse_sources(entries):
             mask = mask_prefix(source.prefix)
-            prefixes += [] if source.weight == 0 else [source.prefix, *([mask] if access.exists(mask) else [])]
+            if source.weight != 0 or data.curriculum is not None:  # which may draw from it later
+                prefixes += [source.prefix, *([mask] if access.exists(mask) else [])]
     staged = stage(prefixes, Path(data.stage_dir), tell)
     line = f"the data are read from copies in {data.stage_dir}, {staged.copied / GIB:.2f} GiB of which were copied now"
     return replace(access, staged=staged.prefixes), [line, *staged.notices]

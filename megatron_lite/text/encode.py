@@ -236,16 +236,16 @@ def _compare(encoder: Encoder, records: list[_Record], pieces: Pieces, ids: Ids,
         raise _Stop(records[at].number, what, records[at].start) from None
 
 
-def _pack(
-    found: Encoded, tokenizer: Tokenizer, options: Options, columns: list[tuple[Ids, np.ndarray | None]]
-) -> None:
+def _pack(found: Encoded, tokenizer: Tokenizer, options: Options, columns: list[tuple[Ids, np.ndarray | None]]) -> None:
     """Take out documents without a token, append the ends, and narrow the ids."""
     sizes = [ids.lengths if pieces is None else _sums(ids.lengths, pieces) for ids, pieces in columns]
     keep = np.logical_and.reduce([size > 0 for size in sizes])
     found.counts.documents = int(keep.sum())
     found.counts.empty += len(keep) - found.counts.documents
     dtype = choose_dtype(tokenizer.vocab_size)
-    for (ids, lengths), pieces, size in ((ids, pieces, size) for (ids, pieces), size in zip(columns, sizes, strict=True)):
+    for (ids, lengths), pieces, size in (
+        (ids, pieces, size) for (ids, pieces), size in zip(columns, sizes, strict=True)
+    ):
         if not keep.all():
             ids = ids[np.repeat(keep, size)]
             lengths = lengths[keep if pieces is None else np.repeat(keep, pieces)]
@@ -261,7 +261,9 @@ def _pack(
             lengths[slice(None) if pieces is None else np.cumsum(pieces) - 1] += 1
         found.counts.tokens += len(ids)
         fits = not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) <= np.iinfo(dtype).max)
-        found.columns.append(Column(ids.astype(dtype) if fits else ids, lengths, pieces))  # the writer refuses what does not fit
+        found.columns.append(
+            Column(ids.astype(dtype) if fits else ids, lengths, pieces)
+        )  # the writer refuses what does not fit
 
 
 def _sums(values: np.ndarray, counts: np.ndarray) -> np.ndarray:

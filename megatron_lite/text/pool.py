@@ -1,24 +1,29 @@
 """Worker processes that take items and give results back in order, and never leave anybody waiting.
 
-A worker holds one item at a time. Its pipe closes when it ends, for whatever reason, so a worker that was killed is
-noticed at once, by name and with what it had in hand; and it ends by itself when the pipe to the parent closes, so a
-parent that was killed leaves no process behind. (The pools of the standard library wait for ever in the one case and
-leave workers in the other.) Workers do not see a keyboard interrupt; the parent gets it and ends them.
+A worker works on one item while a thread of its own receives the next. Its pipe closes when it ends, for whatever
+reason, so a worker that was killed is noticed at once, by name and with what it had in hand; and it ends by itself when
+the pipe to the parent closes, so a parent that was killed leaves no process behind. (The pools of the standard library
+wait for ever in the one case and leave workers in the other.) Workers do not see a keyboard interrupt; the parent gets
+it and ends them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from typing import Any
 
 from megatron_lite.data.locked_file import interrupts_held
 
+_IN_HAND = 2  # items that a worker has
 _AHEAD = 4  # results per worker that may wait for an earlier one
 
 
@@ -44,7 +49,7 @@ class _Worker:
     number: int
     process: Any
     pipe: Connection
-    hand: tuple[int, Any] | None = None  # position and item
+    hand: deque[tuple[int, Any]] = field(default_factory=deque)  # (position, item); the first is being worked on
 
 
 class OrderedPool:
@@ -84,12 +89,14 @@ class OrderedPool:
             WorkerDied, WorkerFailed.
         """
         ready: dict[int, Any] = {}
-        idle = deque(self._workers)
         given = taken = 0
         failure: BaseException | None = None
         exhausted = False
         while True:
-            while idle and not exhausted and given - taken < _AHEAD * len(self._workers):
+            while not exhausted and given - taken < _AHEAD * len(self._workers):
+                worker = min(self._workers, key=lambda w: len(w.hand))
+                if len(worker.hand) == _IN_HAND:
+                    break
                 try:
                     item = next(items)
                 except StopIteration:
@@ -97,7 +104,7 @@ class OrderedPool:
                 except Exception as error:
                     failure, exhausted = error, True
                 else:
-                    self._give(idle.popleft(), given, item)
+                    self._give(worker, given, item)
                     given += 1
             if taken in ready:
                 yield ready.pop(taken)
@@ -110,7 +117,6 @@ class OrderedPool:
                 for worker in self._finished():
                     position, result = self._take(worker)
                     ready[position] = result
-                    idle.append(worker)
 
     def close(self) -> None:
         """End the workers at once."""
@@ -125,24 +131,23 @@ class OrderedPool:
         try:
             worker.pipe.send(item)
         except OSError:
-            raise WorkerDied(_epitaph(worker), None) from None
-        worker.hand = (position, item)
+            raise WorkerDied(_epitaph(worker), worker.hand[0][1] if worker.hand else None) from None
+        worker.hand.append((position, item))
 
     def _finished(self) -> list[_Worker]:
         """Workers with an answer, or that ended."""
-        busy = {worker.pipe: worker for worker in self._workers if worker.hand is not None}
+        busy = {worker.pipe: worker for worker in self._workers if worker.hand}
         return [busy[pipe] for pipe in wait(list(busy)) if isinstance(pipe, Connection)]
 
     def _take(self, worker: _Worker) -> tuple[int, Any]:
-        assert worker.hand is not None
-        position, item = worker.hand
+        position, item = worker.hand[0]
         try:
             ok, result = worker.pipe.recv()
         except (EOFError, OSError):
             raise WorkerDied(_epitaph(worker), item) from None
         if not ok:
             raise WorkerFailed(f"worker {worker.number}: {result}")
-        worker.hand = None
+        worker.hand.popleft()
         return position, result
 
 
@@ -172,10 +177,12 @@ def _epitaph(worker: _Worker) -> str:
 
 def _serve(pipe: Connection, make: Callable[[], Callable[[Any], Any]]) -> None:
     """A worker: answer items until the parent's end of the pipe closes."""
+    items: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_receive, args=(pipe, items), daemon=True).start()
     function: Callable[[Any], Any] | None = None
-    with contextlib.suppress(EOFError, ConnectionError):  # the parent has gone
+    with contextlib.suppress(ConnectionError):  # the parent has gone
         while True:
-            item = pipe.recv()
+            item = items.get()
             try:
                 if function is None:
                     function = make()
@@ -183,3 +190,12 @@ def _serve(pipe: Connection, make: Callable[[], Callable[[Any], Any]]) -> None:
             except Exception as error:
                 answer = (False, f"{type(error).__name__}: {error}")
             pipe.send(answer)
+
+
+def _receive(pipe: Connection, items: SimpleQueue[Any]) -> None:
+    """Take items as they come, and end the process at once when the parent has gone."""
+    try:
+        while True:
+            items.put(pipe.recv())
+    finally:
+        os._exit(1)

@@ -15,7 +15,6 @@ finished is written down as the run goes (:mod:`.journal`), and a killed run goe
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -180,7 +179,13 @@ def _identity(
 
 
 def _writers(
-    stack: ExitStack, prefix: str, options: Options, tokenizer: Tokenizer, overwrite: bool, keep: bool, done: Finished | None
+    stack: ExitStack,
+    prefix: str,
+    options: Options,
+    tokenizer: Tokenizer,
+    overwrite: bool,
+    keep: bool,
+    done: Finished | None,
 ) -> list[IndexedWriter]:
     """A writer for each key; the stack aborts them."""
     writers: list[IndexedWriter] = []
@@ -203,14 +208,13 @@ def _encoder(
     tokenizer: Tokenizer, options: Options, source: Iterator[tuple[Share, Block]], say: Callable[[str], None]
 ) -> tuple[Encoder, Iterator[tuple[Share, Block]]]:
     """The fast form of the tokenizer, if it is proved on the first block; and all blocks."""
-    encoder, first = Encoder(tokenizer), list(next(source, ()))
-    again = chain([(first[0], first[1])] if first else [], source)
+    encoder, first = Encoder(tokenizer), next(source, None)
     if options.fast:
         try:
             encoder = encoder_of(tokenizer, texts_of(first[1], options, _TRIED) if first else [])
         except NotFast as why:
             say(f"note: tokenizing by the reference library, which is slower: {why}")
-    return encoder, again
+    return encoder, source if first is None else chain([first], source)
 
 
 def _encoded(stream: _Input, encoder: Encoder, options: Options, workers: int, stack: ExitStack) -> Iterator[Encoded]:
@@ -264,7 +268,9 @@ def summary(counts: Counts, seconds: float) -> str:
     size = f"{counts.bytes / 1e6:.1f} MB" if counts.bytes >= 1e5 else f"{counts.bytes:,} bytes"
     lines = [f"{counts.documents:,} documents, {counts.tokens:,} tokens from {size} in {seconds:.1f} s"]
     skipped = [("empty", "", counts.empty), *(("bad", f": {reason}", n) for reason, n in counts.bad.most_common())]
-    lines += [f"{n:,} {kind} {'record was' if n == 1 else 'records were'} skipped{why}" for kind, why, n in skipped if n]
+    lines += [
+        f"{n:,} {kind} {'record was' if n == 1 else 'records were'} skipped{why}" for kind, why, n in skipped if n
+    ]
     if counts.holds_eod:
         lines.append(
             f"{counts.holds_eod} texts hold the end-of-document token themselves: "

@@ -28,7 +28,9 @@ class Progress:
         self._taken = 0  # at the beginning, as of `_said`
         self._said = 0
         shape = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-        self._bar = tqdm(total=size or None, unit="B", unit_scale=True, bar_format=shape if size else None) if bar else None
+        self._bar = (
+            tqdm(total=size or None, unit="B", unit_scale=True, bar_format=shape if size else None) if bar else None
+        )
 
     def __enter__(self) -> Progress:
         return self
@@ -41,7 +43,11 @@ class Progress:
 
     def resume(self, counts: Counts, taken: int) -> None:
         """What an earlier run has done is no speed of this one."""
-        self._begun, self._taken, self._said = Counts(bytes=counts.bytes, documents=counts.documents), taken, counts.documents
+        self._begun, self._taken, self._said = (
+            Counts(bytes=counts.bytes, documents=counts.documents),
+            taken,
+            counts.documents,
+        )
         if self._bar is not None:
             self._bar.update(taken)
             self._bar.unpause()

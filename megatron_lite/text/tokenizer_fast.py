@@ -120,7 +120,9 @@ class Encoder:
         for index, ids in zip(indices, wanted, strict=True):
             fast = found.of(index)
             if ids != fast:
-                at = next((k for k, (a, b) in enumerate(zip(ids, fast, strict=False)) if a != b), min(len(ids), len(fast)))
+                at = next(
+                    (k for k, (a, b) in enumerate(zip(ids, fast, strict=False)) if a != b), min(len(ids), len(fast))
+                )
                 raise FastDiffers(
                     index,
                     f"the fast tokenizer's ids differ from the reference's at token {at}: "
@@ -157,7 +159,9 @@ def encoder_of(tokenizer: Tokenizer, texts: Sequence[str] = (), prove: bool = Tr
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # gigatoken's parsers raise many kinds, and panic with a BaseException
-        raise NotFast(f"gigatoken cannot take this tokenizer: {str(error).splitlines()[0] or type(error).__name__}") from None
+        raise NotFast(
+            f"gigatoken cannot take this tokenizer: {str(error).splitlines()[0] or type(error).__name__}"
+        ) from None
     return encoder
 
 

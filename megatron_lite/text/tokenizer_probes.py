@@ -19,6 +19,7 @@ import numpy as np
 _PLANES = range(0x40000)  # of the code points above, 0xE0000 to 0xE01EF are assigned and the last two planes private
 _TAGS = range(0xE0000, 0xE0200)
 _PRIVATE = 0xF0000
+_FIRST_UNASSIGNED = 0x378  # of all; a character at that place is not to be expected
 _UNIFORM = ((0x3400, 0x9FFF), (0xAC00, 0xD7A3), (0x17000, 0x18AFF), (0x20000, 0x33FFF))  # ideographs, Hangul syllables
 _EVERY = 61  # of those, one in so many is tried
 _VOCABULARY = 1500  # tokens that are tried
@@ -50,19 +51,28 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
 def unassigned(text: str) -> bool:
     """Whether a text without lone surrogates holds a code point that Python's Unicode tables do not know."""
     table, units = _tables()
-    if not units[np.frombuffer(text.encode("utf-16-le"), dtype="<u2")].any():
+    written = np.frombuffer(text.encode("utf-16-le"), dtype="<u2")
+    if not units[written[written >= _FIRST_UNASSIGNED]].any():
         return False
     return bool(table[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")].any())
 
 
 def hard_texts(tokenizer: Any) -> list[str]:
-    """About half a megabyte of them, the rarest first; ``tokenizer`` decodes its ids and may have ``special_texts``."""
+    """About 300,000 characters of them, the rarest first; ``tokenizer`` decodes its ids and may have ``special_texts``."""
     texts = list(_rare_code_points())
     rng = random.Random(0)
     mixed = _SPACES * 2 + _MARKS + _OTHERS
     texts += ["".join(rng.choices(mixed, k=rng.randint(1, 24))) for _ in range(800)]
     texts += ["".join(rng.choices(_SPACES[:9] + "a1.'", k=rng.randint(1, 12))) for _ in range(400)]
-    for special in (*getattr(tokenizer, "special_texts", ())[:50], "<s>", "</s>", "<unk>", "<0x0A>", "<|endoftext|>", "\u2581"):
+    for special in (
+        *getattr(tokenizer, "special_texts", ())[:50],
+        "<s>",
+        "</s>",
+        "<unk>",
+        "<0x0A>",
+        "<|endoftext|>",
+        "\u2581",
+    ):
         texts += [special, f"a{special}b {special} {special}{special}\n {special} \n.", special[:-1], special.upper()]
     texts += _HARD
     step = max(1, tokenizer.vocab_size // _VOCABULARY)
@@ -80,4 +90,4 @@ def _rare_code_points() -> Iterator[str]:
     private = (codes >= 0xE000) & (codes < 0xF900)
     characters = [chr(c) for c in codes[~private | (codes % _EVERY == 0)]]
     for start in range(0, len(characters), 64):
-        yield "\n".join(f"a{c}b {c}'s{c}1 {c} " for c in characters[start : start + 64])
+        yield "\n".join(f"{c}'s {c}1a" for c in characters[start : start + 64])

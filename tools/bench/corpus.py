@@ -45,7 +45,9 @@ def texts_of_machine(roots: list[str], rng: random.Random) -> Iterator[tuple[str
             continue
         try:
             data = Path(path).read_bytes() if os.path.getsize(path) < 8 << 20 else b""
-            text = (gzip.decompress(data) if suffix == ".gz" else data).decode("utf-8", "ignore" if translated else "strict")
+            text = (gzip.decompress(data) if suffix == ".gz" else data).decode(
+                "utf-8", "ignore" if translated else "strict"
+            )
         except (OSError, ValueError, EOFError):
             continue
         if suffix == ".html":

@@ -22,7 +22,7 @@ from train_toys import TINY, steps_of, train_here, trained
 from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.text.corpus_cache import CorpusCache, names_text, with_tokens
+from megatron_lite.text.corpus_cache import CorpusCache, names_text, renamed, with_tokens
 from megatron_lite.text.preprocess import Options, preprocess
 from megatron_lite.text.tokenizer import NullTokenizer
 
@@ -92,11 +92,12 @@ def test_every_kind_and_weights(tmp_path: Path) -> None:
     data = DataConfig(train_data_path=("0.5", files[0], "2", "ready/made", "1", files[0]), valid_data_path=tuple(files))
     assert names_text(data) and not names_text(DataConfig(data_path=("1", "a_text_document", "1", "s3://x/a.jsonl")))
     found, lines = with_tokens(data, cache())
-    assert len(lines) == 4
-    a = found.train_data_path[1]
-    assert found.train_data_path == ("0.5", a, "2", "ready/made", "1", a) and found.valid_data_path[0] == a
-    assert content(a)[:2] == content(found.valid_data_path[1])[:2] == content(found.valid_data_path[2])[:2]
-    assert IndexedDataset(found.valid_data_path[3]).read(0, 7).tolist() == [1, 2, 3, 4, 5, 6, 60]
+    assert len(lines) == 4 and list(found) == files
+    a, b, c, d = found.values()
+    assert content(a)[:2] == content(b)[:2] == content(c)[:2]
+    assert IndexedDataset(d).read(0, 7).tolist() == [1, 2, 3, 4, 5, 6, 60]
+    new = renamed(data, found)
+    assert new.train_data_path == ("0.5", a, "2", "ready/made", "1", a) and new.valid_data_path == (a, b, c, d)
 
 
 def ask(path: Path, start: Any, answers: Any) -> None:
@@ -194,6 +195,18 @@ def test_a_run_on_text_is_the_run_on_its_tokens(tmp_path: Path, ranks: int) -> N
     assert [o.code for o in outcomes] == [0] * 3
     losses = [[s["loss"] for s in steps_of(tmp_path / name).values()] for name in "abc"]
     assert len(losses[0]) == 3 and losses[0] == losses[1] == losses[2]
+
+
+def test_files_of_text_keep_their_names_and_are_staged(tmp_path: Path) -> None:
+    """In what is printed, in the losses of sources, in a curriculum; with --stage-dir the copy of the tokens is read."""
+    one, two = write(tmp_path / "one.jsonl"), write(tmp_path / "two.txt", packed=lambda _: " ".join(TEXTS).encode())
+    (tmp_path / "curriculum.yaml").write_text(f"stages:\n  - at: 0\n    weights:\n      {one}: 3\n      {two}: 1\n")
+    flags = f"{TINY} --train-iters 3 --train-data-path {one} {two} --log-dir {tmp_path / 'log'} --stage-dir {tmp_path / 'stage'}"
+    done = train_here(f"{flags} --curriculum {tmp_path / 'curriculum.yaml'}")
+    assert done.code == 0, done.error
+    assert f"{one}: 40 documents" in done.text and f"% {one}: " in done.text and f"% {two}: " in done.text
+    staged = [p.name for p in (tmp_path / "stage").glob("*.idx")]
+    assert len(staged) == 2 and all("_text_document-" in name for name in staged)
 
 
 def test_errors_reach_every_rank_and_say_where(tmp_path: Path) -> None:

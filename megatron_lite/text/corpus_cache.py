@@ -19,7 +19,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -170,8 +170,8 @@ def names_text(data: DataConfig) -> bool:
     return any(is_text_file(entry) for name in FIELDS for entry in getattr(data, name))
 
 
-def with_tokens(data: DataConfig, cache: CorpusCache) -> tuple[DataConfig, list[str]]:
-    """The data section with the prefixes of tokens in place of files of text, and a line about each file.
+def with_tokens(data: DataConfig, cache: CorpusCache) -> tuple[dict[str, str], list[str]]:
+    """The dataset that stands for each file of text (and the one that stands for its loss mask), and a line about each file.
 
     Raises:
         ValueError, OSError: see :meth:`CorpusCache.dataset_of`.
@@ -181,10 +181,18 @@ def with_tokens(data: DataConfig, cache: CorpusCache) -> tuple[DataConfig, list[
     for name in FIELDS:
         for source in parse_sources(getattr(data, name)):
             if is_text_file(source.prefix) and source.prefix not in found:
-                found[source.prefix], line = cache.dataset_of(Path(source.prefix))
+                prefix, line = cache.dataset_of(Path(source.prefix))
+                found[source.prefix] = prefix
+                if prefix_paths(mask_prefix(prefix))[1].exists():
+                    found[mask_prefix(source.prefix)] = mask_prefix(prefix)
                 lines.append(line)
-    entries: dict[str, Any] = {n: tuple(found.get(e, e) for e in getattr(data, n)) for n in FIELDS}
-    return replace(data, **entries), lines
+    return found, lines
+
+
+def renamed(data: DataConfig, tokens: Mapping[str, str]) -> DataConfig:
+    """The data section with datasets in place of files of text."""
+    entries: dict[str, Any] = {name: tuple(tokens.get(e, e) for e in getattr(data, name)) for name in FIELDS}
+    return replace(data, **entries)
 
 
 def _move(made: str, final: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.problem import ConfigError, Problem
 from megatron_lite.config.schema import RunConfig
-from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data.blend import BlendedDataset
 from megatron_lite.data.build import Datasets, build_datasets
 from megatron_lite.data.by_source import BySource
@@ -22,7 +21,7 @@ from megatron_lite.data.stage_dir import open_access
 from megatron_lite.mesh.agreement import agree
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.optim.batch_size import BatchSchedule
-from megatron_lite.text.corpus_cache import CorpusCache, names_text, with_tokens
+from megatron_lite.text.corpus_cache import CorpusCache, names_text, renamed, with_tokens
 from megatron_lite.text.tokenizer import Tokenizer, tokenizer_of
 
 
@@ -84,13 +83,15 @@ def find_data(
         eval_interval=evaluation.eval_interval,
         eval_iters=evaluation.eval_iters,
     )
-    data, made = _text_as_tokens(config, tokenizer, tell)
     try:
-        access, lines = open_access(data, tell)
+        tokens, made = _tokens_of_text(config, tokenizer, tell)
+        access, lines = open_access(renamed(config.data, tokens), tell)
     except (OSError, ValueError) as error:
         raise ConfigError([Problem(str(error))]) from error
+    of_text = {file: access.staged.get(prefix, prefix) for file, prefix in tokens.items()}  # sources keep their names
+    access = replace(access, staged={**access.staged, **of_text})
     found = build_datasets(
-        data,
+        config.data,
         asked=asked,
         seed=config.training.seed,
         vocab_size=getattr(config.model, "vocab_size", None) or None,
@@ -104,22 +105,19 @@ def find_data(
     return found
 
 
-def _text_as_tokens(
+def _tokens_of_text(
     config: RunConfig[Any], tokenizer: Tokenizer | None, tell: Callable[[str], None]
-) -> tuple[DataConfig, list[str]]:
-    """The data section in which files of text are datasets of their tokens, and lines for the start-up text."""
+) -> tuple[dict[str, str], list[str]]:
+    """The dataset that stands for each file of text that the data section names, and lines for the start-up text."""
     data = config.data
     if not names_text(data) or data.mock_data:
-        return data, []
+        return {}, []
     if tokenizer is None:
-        what = "--data-path names a file of text, and no tokenizer is given"
-        raise ConfigError([Problem(what, nearest="--tokenizer-type HuggingFaceTokenizer --tokenizer-model FILE")])
+        remedy = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model FILE"
+        raise ValueError(f"--data-path names a file of text, and no tokenizer is given: {remedy}")
     make = partial(tokenizer_of, data, getattr(config.model, "vocab_size", None))
     directory = None if data.data_cache_path is None else Path(data.data_cache_path)
-    try:
-        return with_tokens(data, CorpusCache(make, tokenizer, directory, tell))
-    except (OSError, ValueError) as error:
-        raise ConfigError([Problem(str(error))]) from error
+    return with_tokens(data, CorpusCache(make, tokenizer, directory, tell))
 
 
 def open_data(

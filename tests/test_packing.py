@@ -130,6 +130,38 @@ def test_order_is_a_function_of_the_sample(tmp_path: Path) -> None:
     assert [PackedDataset(stream_of(prefix), S, seed=1, salt=1).locate(j) for j in range(len(one))] != epochs[0]
 
 
+def test_a_plan_is_kept(tmp_path: Path) -> None:
+    """Kept plans give the same rows; other lengths, borders, rows or splits have others; a damaged one is made anew."""
+    prefix = write(tmp_path / "a", [2 + i % 7 for i in range(60)])
+    said: list[str] = []
+    cache = tmp_path / "cache"
+    for folder in ("b", "c"):
+        (tmp_path / folder).mkdir()
+
+    def rows(stream: TokenStream, size: int = S, **options: Any) -> list[list[int]]:
+        data = PackedDataset(stream, size, seed=1, **options)
+        return [data.row(j).tokens.tolist() for j in range(len(data))]
+
+    for _ in range(2):
+        assert rows(stream_of(prefix), cache=cache) == rows(stream_of(prefix))
+    (file,) = (cache / "orders").glob("*.order")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert rows(stream_of(prefix), cache=cache, tell=said.append) == rows(stream_of(prefix)) and len(said) == 1
+    for stream, size in ((stream_of(prefix), 9), (stream_of(prefix, range(30)), S)):
+        assert rows(stream, size, cache=cache) == rows(stream, size)
+    with IndexedWriter(tmp_path / "b" / "a", dtype="int32") as writer:  # the same sequences in other documents
+        for i in range(0, 60, 2):
+            writer.add_document(range(20), [2 + i % 7, 18 - i % 7])
+    with IndexedWriter(tmp_path / "c" / "a", dtype="int32") as writer:
+        for i in range(0, 60, 2):
+            writer.add_document(range(2 + i % 7))
+            writer.add_document(range(18 - i % 7))
+    for folder in ("b", "c"):
+        stream = stream_of(str(tmp_path / folder / "a"))
+        assert rows(stream, 30, cache=cache) == rows(stream, 30)
+    assert len(list((cache / "orders").glob("*.order"))) == 5
+
+
 def test_the_mask_beside_the_data_is_used(tmp_path: Path) -> None:
     """In both packings a target counts where its mask says so; the digest tells masks apart."""
     rng = np.random.default_rng(0)

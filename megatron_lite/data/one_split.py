@@ -105,8 +105,9 @@ class Split:
             return WindowDataset(stream, size, self.seed, salt=part.number, vocab_size=self.vocab_size)
         padding = self.result.eod_id or 0
         packed = PackedDataset(
-            stream, size, self.seed, salt=part.number, vocab_size=self.vocab_size, padding_id=padding
-        )
+            stream, size, self.seed, salt=part.number, vocab_size=self.vocab_size, padding_id=padding,
+            cache=Path(self.data.data_cache_path) if self.data.data_cache_path else None, tell=self.result.notices.append,
+        )  # fmt: skip
         self.result.summary.append(f"{stream.name}: {packed.describe()}")
         self.places[part.number] = len(packed) * size
         return packed
@@ -186,9 +187,10 @@ class Split:
         places = [self.places.get(p.number, p.stream.num_tokens) for p in parts]
         whole = self.asked * self.data.seq_length / sum(places)
         sources = "" if len(parts) == 1 else f" in {len(parts)} sources"
+        order = f"{self.data.sample_order} order" if self.data.packing == "windows" else f"{self.data.packing} packing"
         self.result.summary.append(
             f"{self.title}: {documents:,} documents, {sum(tokens):,} tokens{sources}; {self.asked:,} samples of "
-            f"{self.data.seq_length:,} tokens are {_epochs(whole)} ({self.data.sample_order} order)"
+            f"{self.data.seq_length:,} tokens are {_epochs(whole)} ({order})"
         )
         if self.name == "train" and isinstance(dataset, BlendedDataset):
             counts = list(dataset.consumed(self.asked).values())

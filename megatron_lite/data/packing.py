@@ -11,15 +11,21 @@ longest first, each into the fullest row that has room for it. Documents of one 
 the same room, each taking as many as fit, are what best fit gives one document at a time. So the work is counted in
 distinct lengths and not in documents, and NumPy packs millions of them in a second.
 
-The plan depends on the lengths alone. Each epoch visits its rows in a keyed permutation of its own.
+The plan depends on the lengths alone, so it can be kept in a file. Each epoch visits its rows in a keyed permutation
+of its own.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from megatron_lite.data.indexed import pieces
+from megatron_lite.data.order_cache import Arrays, cached_arrays
 from megatron_lite.data.permutation import Permutation, key64
 from megatron_lite.data.row import Row
 from megatron_lite.data.stream import TokenStream, check_ids
@@ -142,6 +148,27 @@ def plan_stream(stream: TokenStream, seq_length: int) -> Plan:
     return plan_rows(starts, np.diff(starts, append=stream.num_tokens), seq_length)
 
 
+def _kept(stream: TokenStream, seq_length: int, cache: Path | None, tell: Callable[[str], None]) -> Plan:
+    """The plan of a stream, through a file where there is a cache."""
+    if cache is None:
+        return plan_stream(stream, seq_length)
+    digest = hashlib.blake2b(digest_size=16)
+    for _, borders in pieces(stream.dataset.documents):
+        digest.update(borders.tobytes())
+    key = {
+        "order": "best-fit", "index": stream.dataset.index_digest, "documents": digest.hexdigest(),
+        "part": [stream.part.start, stream.part.stop], "seq_length": seq_length,
+    }  # fmt: skip
+
+    def build() -> Arrays:
+        plan = plan_stream(stream, seq_length)
+        counts = np.array([plan.documents, plan.cut, plan.left_out, plan.padding], dtype=np.int64)
+        return {"begins": plan.begins, "lengths": plan.lengths, "firsts": plan.firsts, "counts": counts}
+
+    found = cached_arrays(cache / "orders" / Path(stream.dataset.prefix).name, key, build, tell)
+    return Plan(found["begins"], found["lengths"], found["firsts"], *found["counts"].tolist())
+
+
 class PackedDataset:
     """Rows of whole documents.
 
@@ -152,6 +179,8 @@ class PackedDataset:
         salt: tells the members of a blend apart.
         vocab_size: rows with ids outside the vocabulary are refused; None: not checked.
         padding_id: the token that fills rows; it is in no loss, and no document sees it.
+        cache: directory in which the plan is kept; None: it is made at each start.
+        tell: gets a line about a kept plan that had to be made anew.
 
     Raises:
         ValueError: no document has two tokens.
@@ -168,9 +197,11 @@ class PackedDataset:
         salt: int = 0,
         vocab_size: int | None = None,
         padding_id: int = 0,
+        cache: Path | None = None,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.stream, self.seq_length, self.vocab_size, self.padding_id = stream, seq_length, vocab_size, padding_id
-        self.plan = plan_stream(stream, seq_length)
+        self.plan = _kept(stream, seq_length, cache, tell)
         if not self.plan.rows:
             raise ValueError(f"{stream.name}: no document has two tokens, and one token trains nothing")
         self._order_key = (seed, salt)

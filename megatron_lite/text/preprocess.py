@@ -66,13 +66,14 @@ class _Input:
     def work(self) -> Iterator[Work]:
         """What workers get."""
         earlier = compared = 0  # records of earlier files, and those that are to be compared
-        last: Block | None = None
+        last: tuple[int, Block] | None = None
         for share, block in self.blocks:
-            if last is not None and last.file != block.file:
-                earlier += last.first + (last.data.count(b"\n") if isinstance(last, Lines) else len(last))
+            if last is not None and (last[0], last[1].file) != (share.file, block.file):
+                ended = last[1]
+                earlier += ended.first - 1 + (ended.data.count(b"\n") if isinstance(ended, Lines) else len(ended))
             due = (earlier + block.first - 1) // _COMPARED - compared
             compared += due
-            last = block
+            last = (share.file, block)
             self.given.append((share, block))
             yield Work(block, due)
 

@@ -53,7 +53,9 @@ def texts_of_machine(roots: list[str], rng: random.Random) -> Iterator[tuple[str
         if suffix == ".html":
             text = html.unescape(TAG.sub("", text))
         if "\0" not in text or translated:
-            yield ("manual pages" if manual else suffix.lstrip(".") or "other"), text
+            documentation = "/doc/" in path or suffix in (".md", ".rst", ".txt", ".html", ".tex")
+            code = suffix.lstrip(".") if suffix in SUFFIXES or translated else "other"
+            yield ("manual pages" if manual else code if translated or not documentation else "documentation"), text
 
 
 def documents(text: str, rng: random.Random) -> Iterator[str]:
@@ -150,7 +152,7 @@ def main() -> None:
     args = parser.parse_args()
     shares = build(args.out, args.megabytes * 1_000_000, args.chinese, args.root, args.seed)
     listed = ", ".join(f"{kind} {share:.1%}" for kind, share in sorted(shares.items(), key=lambda s: -s[1]))
-    print(f"{args.out}: {args.out.stat().st_size / 1e6:.0f} MB: {listed}; exact duplicates 0%")
+    print(f"{args.out}: {args.out.stat().st_size / 1e6:.0f} MB: {listed}; exact duplicates were left out")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,389 @@
+"""Preprocessing in parts, and runs that were killed and go on: the bytes are those of one run over everything."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, merge
+from megatron_lite.text import preprocess as engine
+from megatron_lite.text.ahead import ahead
+from megatron_lite.text.encode import Counts
+from megatron_lite.text.inputs import InputOptions
+from megatron_lite.text.journal import Journal
+from megatron_lite.text.preprocess import Options, preprocess
+from megatron_lite.text.progress import Progress
+from megatron_lite.text.records import BadInput
+from megatron_lite.text.shares import Place, after, parse_part, shares
+from megatron_lite.text.tokenizer import build_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+SUFFIXES = ("bin", "idx", "meta.json")
+NUMBERS = partial(build_tokenizer, "NullTokenizer", vocab_size=1000)
+
+
+def options(**more: Any) -> Options:
+    return Options(NUMBERS, append_eod=True, **more)
+
+
+def lines(path: Path, count: int, seed: int = 0, longest: int = 40) -> Path:
+    """Numbers from 0 to 998; some lines are blank or empty records."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        text = " ".join(str(rng.randrange(999)) for _ in range(rng.randint(1, longest)))
+        rows.append({0: "", 1: '{"text": ""}'}.get(rng.randrange(20), json.dumps({"text": text})))
+    data = "\n".join(rows).encode() + b"\n" * (seed % 2)
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def stored(prefix: Path) -> list[bytes]:
+    return [Path(f"{prefix}_text_document.{suffix}").read_bytes() for suffix in SUFFIXES]
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_parts_merged_are_the_whole(tmp_path: Path, parts: int) -> None:
+    """Several files, one of them packed; cuts fall inside lines and near the borders of files."""
+    inputs = [lines(tmp_path / f"{name}", n, seed) for seed, (name, n) in enumerate(
+        [("a.jsonl", 300), ("b.jsonl.gz", 200), ("c.jsonl", 1), ("d.jsonl", 500), ("empty.jsonl", 0)]
+    )]  # fmt: skip
+    counts = preprocess(inputs, str(tmp_path / "whole"), options(), reading=InputOptions(block_bytes=1 << 12))
+    total, done = Counts(), []
+    for i in range(parts):
+        try:
+            total.add(preprocess(inputs, str(tmp_path / f"p{i}"), options(), part=(i, parts), workers=1 + i % 2))
+        except BadInput as error:
+            assert f"in part {i} of {parts}" in str(error)  # noqa: PT017
+        else:
+            done.append(tmp_path / f"p{i}_text_document")
+    assert len(done) >= min(parts, 3)
+    merge(done, tmp_path / "merged_text_document")
+    assert stored(tmp_path / "merged") == stored(tmp_path / "whole")
+    assert (total.documents, total.tokens, total.empty) == (counts.documents, counts.tokens, counts.empty)
+
+
+def test_every_byte_is_in_one_share(tmp_path: Path) -> None:
+    """Property: shares of random files are contiguous, in order, and together everything; those that cannot be cut are whole."""
+    rng = random.Random(3)
+    for trial in range(60):
+        paths = []
+        for i in range(rng.randint(1, 5)):
+            paths.append(tmp_path / f"{trial}-{i}.jsonl{rng.choice(['', '', '.gz'])}")
+            paths[-1].write_bytes(b"x" * rng.choice([0, 1, 7, 100, 1000]))
+        parts = rng.randint(1, 9)
+        found = [share for i in range(parts) for share in shares(paths, InputOptions(), (i, parts))]
+        assert [s.file for s in found] == sorted(s.file for s in found)
+        for number, path in enumerate(paths):
+            size, own = path.stat().st_size, [s for s in found if s.file == number]
+            if not size:
+                assert own == []
+                continue
+            assert own[0].start == 0 and own[-1].stop is None and sum(s.size for s in own) == size
+            assert [s.stop for s in own[:-1]] == [s.start for s in own[1:]]
+            assert len(own) == 1 or path.suffix == ".jsonl"
+        if all(path.suffix == ".jsonl" for path in paths):
+            sizes = [sum(s.size for s in shares(paths, InputOptions(), (i, parts))) for i in range(parts)]
+            assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_errors_in_a_part_name_the_line_of_the_file(tmp_path: Path, workers: int) -> None:
+    path = lines(tmp_path / "a.jsonl", 400)
+    rows = path.read_bytes().split(b"\n")
+    rows[310] = b"broken"
+    path.write_bytes(b"\n".join(rows))
+    for i in range(3):
+        run = partial(preprocess, [path], str(tmp_path / f"p{i}"), options(), part=(i, 3), workers=workers)
+        if i == 2:
+            with pytest.raises(BadInput, match=r"a\.jsonl:311: not one JSON value .*: broken"):
+                run()
+        else:
+            run()
+
+
+@pytest.mark.parametrize("text", ["8/8", "1", "a/b", "-1/2", "1/0", "1 / 2"])
+def test_parts_are_named_from_0(text: str) -> None:
+    assert parse_part("0/8") == (0, 8) and parse_part("7/8") == (7, 8)
+    with pytest.raises(ValueError, match="give i/n with 0 <= i < n"):
+        parse_part(text)
+
+
+def test_what_cannot_be_parted(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="standard input cannot be read in parts"):
+        shares([Path("-")], InputOptions(), (0, 2))
+    left = after(shares([tmp_path, tmp_path, tmp_path], InputOptions()), Place(1, 77))
+    assert [(s.file, s.start) for s in left] == [(1, 77), (2, 0)]
+
+
+# --- runs that go on ------------------------------------------------------------------------------------------------
+
+RUN = """
+import sys
+from pathlib import Path
+sys.path[:0] = [{root!r}, {tests!r}]
+from megatron_lite.text import preprocess as engine
+from megatron_lite.text.inputs import InputOptions
+from test_preprocess_parts import options
+engine._FINISHED_BYTES = 1 << 14
+if __name__ == "__main__":
+    files = [Path(p) for p in sys.argv[3:]]
+    print("ready", flush=True)
+    reading = InputOptions(block_bytes=1 << 12)
+    engine.preprocess(files, sys.argv[1], options(), reading=reading, workers=int(sys.argv[2]), resume=True, say=lambda s: None)
+"""
+
+
+def start(tmp_path: Path, out: Path, workers: int, files: list[Path]) -> subprocess.Popen[str]:
+    script = tmp_path / "run.py"
+    script.write_text(RUN.format(root=str(ROOT), tests=str(ROOT / "tests")))
+    command = [sys.executable, str(script), str(out), str(workers), *map(str, files)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def finished_parts(out: Path) -> int:
+    try:
+        return Path(f"{out}.journal.tmp").read_bytes().count(b"\n") - 1
+    except FileNotFoundError:
+        return 0
+
+
+@pytest.mark.parametrize(("workers", "number"), [(1, signal.SIGKILL), (2, signal.SIGKILL), (1, signal.SIGINT)])
+def test_killed_runs_go_on_to_the_same_bytes(tmp_path: Path, workers: int, number: signal.Signals) -> None:
+    """Killed again and again at random, it comes to the end; what opens is complete; what was finished is not done again."""
+    files = [
+        lines(tmp_path / "a.jsonl", 6000),
+        lines(tmp_path / "b.jsonl.gz", 6000, 1),
+        lines(tmp_path / "c.jsonl", 6000, 2),
+    ]
+    preprocess(files, str(tmp_path / "whole"), options())
+    out, rng, kills, reached = tmp_path / "out", random.Random(workers), 0, 0
+    while not Path(f"{out}_text_document.idx").exists():
+        process = start(tmp_path, out, workers, files)
+        assert process.stdout is not None
+        process.stdout.readline()
+        before = finished_parts(out)
+        while process.poll() is None and finished_parts(out) < before + rng.randint(1, 30):
+            time.sleep(0.002)
+        time.sleep(rng.random() * 0.02)
+        if process.poll() is None and kills < 4:
+            os.killpg(process.pid, number)
+            kills += 1
+        process.communicate(timeout=60)
+        assert Path(f"{out}_text_document.idx").exists() or finished_parts(out) >= reached
+        reached = finished_parts(out)
+    assert kills >= 2
+    assert stored(out) == stored(tmp_path / "whole")
+    assert sorted(p.name for p in tmp_path.glob("out*")) == sorted(f"out_text_document.{s}" for s in SUFFIXES)
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, documents: int) -> None:
+    """The writer fails as with a full disk."""
+    add = IndexedWriter.add_documents
+
+    def failing(self: IndexedWriter, *args: Any) -> None:
+        if self.documents >= documents:
+            raise OSError(28, "No space left on device")
+        add(self, *args)
+
+    monkeypatch.setattr(IndexedWriter, "add_documents", failing)
+
+
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool = True, **more: Any) -> list[Path]:
+    """Two files, and a run over them that stopped in the second."""
+    monkeypatch.setattr(engine, "_FINISHED_BYTES", 1 << 13)
+    files = [lines(tmp_path / "a.jsonl", 300), lines(tmp_path / "b.jsonl", 300, 1)]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 400)
+        with pytest.raises(OSError, match="No space left"):
+            preprocess(files, str(tmp_path / "out"), options(), reading=small(), resume=resume, **more)
+    return files
+
+
+def small() -> InputOptions:
+    return InputOptions(block_bytes=1 << 11)
+
+
+def test_a_run_that_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = stopped(tmp_path, monkeypatch)
+    preprocess(files, str(tmp_path / "whole"), options())
+    said: list[str] = []
+    counts = preprocess(
+        files, str(tmp_path / "out"), options(), reading=small(), resume=True, workers=2, say=said.append
+    )
+    assert stored(tmp_path / "out") == stored(tmp_path / "whole") and len(said) == 1
+    assert 300 < int(said[0].split()[3]) <= counts.documents
+    assert counts == preprocess(files, str(tmp_path / "again"), options())
+
+
+def test_without_resume_nothing_is_left_and_a_new_run_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = stopped(tmp_path, monkeypatch, resume=False)
+    assert list(tmp_path.glob("out*")) == []
+    stopped(tmp_path, monkeypatch)
+    assert len(list(tmp_path.glob("out*.tmp"))) == 4
+    preprocess(files[:1], str(tmp_path / "out"), options())  # takes the temporaries over
+    assert len(list(tmp_path.glob("out*"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"options": {"skip_bad": True}}, "skip_bad: False then, True now"),
+        ({"options": {"keys": ("title",)}}, r"json_keys: \['text'\] then, \['title'\] now"),
+        ({"tokenizer": 999}, "tokenizer: "),
+        ({"part": (0, 2)}, r"part: None then, \[0, 2\] now"),
+        ({"files": [1, 0]}, "the order of the inputs"),
+        ({"files": [0]}, r"b\.jsonl is no input now"),
+        ({"touch": 1}, r"b\.jsonl has changed"),
+    ],
+)  # fmt: skip
+def test_a_run_with_other_inputs_or_options_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    files = stopped(tmp_path, monkeypatch)
+    if "touch" in change:
+        files[1].write_bytes(files[1].read_bytes() + b"\n")
+    files = [files[i] for i in change.get("files", [0, 1])]
+    tokenizer = partial(build_tokenizer, "NullTokenizer", vocab_size=change.get("tokenizer", 1000))
+    other = Options(tokenizer, append_eod=True, **change.get("options", {}))
+    before = {p.name: p.read_bytes() for p in tmp_path.glob("out*")}
+    with pytest.raises(ValueError, match=f"--resume: .*other inputs or options: .*{message}"):
+        preprocess(files, str(tmp_path / "out"), other, part=change.get("part"), resume=True)
+    assert {p.name: p.read_bytes() for p in tmp_path.glob("out*")} == before
+
+
+def test_temporaries_that_are_not_those_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = stopped(tmp_path, monkeypatch)
+    path = tmp_path / "out_text_document.bin.tmp"
+    good = path.read_bytes()
+    path.write_bytes(good[:100] + bytes([good[100] ^ 1]) + good[101:])
+    with pytest.raises(ValueError, match="does not hold what was written to it"):
+        preprocess(files, str(tmp_path / "out"), options(), reading=small(), resume=True)
+    path.write_bytes(good[:100])
+    with pytest.raises(ValueError, match="has fewer than the"):
+        preprocess(files, str(tmp_path / "out"), options(), reading=small(), resume=True)
+    path.write_bytes(good)
+    preprocess(files, str(tmp_path / "out"), options(), reading=small(), resume=True)
+
+
+def test_a_line_of_the_journal_that_is_cut_off_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = stopped(tmp_path, monkeypatch)
+    preprocess(files, str(tmp_path / "whole"), options())
+    path = tmp_path / "out.journal.tmp"
+    rows = path.read_bytes().splitlines(keepends=True)
+    assert len(rows) > 4
+    path.write_bytes(b"".join(rows[:-2]) + rows[-2][:50])
+    preprocess(files, str(tmp_path / "out"), options(), reading=small(), resume=True)
+    assert stored(tmp_path / "out") == stored(tmp_path / "whole")
+
+
+def test_errors_after_going_on_name_the_line_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_FINISHED_BYTES", 1 << 13)
+    path = lines(tmp_path / "a.jsonl", 600)
+    path.write_bytes(path.read_bytes() + b"\nbroken\n")
+    for _ in range(2):  # the second goes on from what the first has finished
+        with pytest.raises(BadInput, match=r"a\.jsonl:601: not one JSON value"):
+            preprocess([path], str(tmp_path / "out"), options(), reading=small(), resume=True)
+    assert finished_parts(tmp_path / "out") > 2
+
+
+def test_a_part_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_FINISHED_BYTES", 1 << 13)
+    path = lines(tmp_path / "a.jsonl", 2000)
+    preprocess([path], str(tmp_path / "whole"), options(), part=(1, 2))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 500)
+        with pytest.raises(OSError, match="No space left"):
+            preprocess([path], str(tmp_path / "out"), options(), part=(1, 2), reading=small(), resume=True)
+    assert finished_parts(tmp_path / "out") > 2
+    preprocess([path], str(tmp_path / "out"), options(), part=(1, 2), reading=small(), resume=True)
+    assert stored(tmp_path / "out") == stored(tmp_path / "whole")
+
+
+def test_a_journal_is_of_one_run_at_a_time(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path / "out"), {"inputs": []}, keep=True)
+    journal.open(resume=False)
+    with pytest.raises(FileExistsError, match="being written by another process"):
+        Journal(str(tmp_path / "out"), {"inputs": []}, keep=True).open(resume=True)
+    journal.end()
+    assert Journal(str(tmp_path / "out"), {"inputs": []}, keep=True).open(resume=True) is None
+    with pytest.raises(FileNotFoundError, match="no such directory"):
+        Journal(str(tmp_path / "no" / "out"), {}, keep=True).open(resume=True)
+
+
+# --- whole blocks, progress, reading ahead --------------------------------------------------------------------------
+
+
+def test_whole_blocks_of_documents_are_as_one_by_one(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    documents = [[rng.integers(0, 99, rng.integers(0, 6)) for _ in range(rng.integers(0, 4))] for _ in range(300)]
+    with IndexedWriter(tmp_path / "one", vocab_size=99) as writer:
+        for document in documents:
+            writer.add_document(np.concatenate([*document, np.array([], dtype=int)]), [len(s) for s in document])
+    with IndexedWriter(tmp_path / "block", vocab_size=99) as writer:
+        for start in range(0, 300, 77):
+            block = documents[start : start + 77]
+            tokens = np.concatenate([s for d in block for s in d])
+            lengths = np.array([len(s) for d in block for s in d])
+            writer.add_documents(tokens, lengths, np.array([len(d) for d in block]))
+        with pytest.raises(ValueError, match="3 sequences, but 2 lengths"):
+            writer.add_documents(np.array([1, 2]), np.array([1, 1]), np.array([3]))
+        with pytest.raises(ValueError, match="token id 99 does not fit"):
+            writer.add_documents(np.array([1, 99]), np.array([1, 1]))
+    for suffix in SUFFIXES:
+        assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"block.{suffix}").read_bytes()
+    assert IndexedDataset(tmp_path / "block").problems(checksums=True) == []
+
+
+def test_progress_in_a_log_and_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    with Progress(4000, said.append, log_interval=10, bar=False) as progress:
+        progress.show(Counts(documents=9, bytes=900), 900)
+        time.sleep(0.05)
+        progress.show(Counts(documents=10, tokens=12345, bytes=2_000_000), 1000)
+    assert len(said) == 1
+    assert said[0].startswith("10 documents, ") and "documents/s, 12,345 tokens, " in said[0]
+    assert "MB/s" in said[0] and said[0].endswith("0:00 left")
+    with Progress(4000, said.append, log_interval=10, bar=True) as progress:
+        progress.show(Counts(documents=10, tokens=12345, bytes=2_000_000), 4000)
+    shown = capsys.readouterr().err
+    assert len(said) == 1 and "100%" in shown and "10 documents, 12,345 tokens" in shown and "MB/s" in shown
+
+
+def test_items_are_taken_ahead_but_not_without_end() -> None:
+    taken = []
+
+    def items() -> Any:
+        for i in range(100):
+            taken.append(i)
+            yield i
+        raise ZeroDivisionError
+
+    found = ahead(items(), 4)
+    assert [next(found) for _ in range(3)] == [0, 1, 2]
+    time.sleep(0.1)
+    assert 4 < len(taken) <= 3 + 4 + 2
+    assert next(found) == 3
+    with pytest.raises(ZeroDivisionError):
+        list(found)
+    closed = ahead(iter(range(100)), 2)
+    assert next(closed) == 0
+    closed.close()
+    assert list(ahead(iter([]), 1)) == []

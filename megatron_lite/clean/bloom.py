@@ -95,7 +95,7 @@ class Bloom(Seen):
                 f"the Bloom filter is sized for expected: {options.expected:,} different {options.unit}s and holds {held:,}: a new one "
                 f"is now dropped wrongly with the probability {rate:.2g} instead of {options.error_rate:g}; set expected: {held:,} or more"
             )
-        return Facts(numbers=dict(sums), warnings=warnings)
+        return Facts(Seen.facts(options, sums).numbers, warnings=warnings)
 
     def settings(self) -> dict[str, Any]:
         own = {

@@ -10,6 +10,7 @@ by (corpus, document's number). Both kinds are mapped into memory: nothing is he
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import struct
@@ -23,6 +24,7 @@ from megatron_lite.clean.bucket_file import BucketFile, open_bucket_file
 from megatron_lite.clean.step import bucket_path
 
 COPIED = 1 << 22  # shingles that are copied at a time
+MAPPED = 128  # files of sets that are open at a time
 RECORD = struct.Struct("<QII")  # number of the document, shingles, CRC-32 of their bytes
 
 
@@ -63,20 +65,23 @@ def set_path(scratch: str, name: int) -> str:
     return f"{scratch}/sets-{name:016x}"
 
 
+def mapped(path: str) -> mmap.mmap:
+    """A file in memory, as far as it is looked at."""
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 class SetReader:
     """Reads what the writers of a run left."""
 
     def __init__(self, scratch: str) -> None:
         self._scratch = scratch
-        self._files: dict[int, mmap.mmap] = {}
+        self._mapped = functools.lru_cache(MAPPED)(mapped)
 
     def read(self, name: int, position: int, number: int) -> np.ndarray:
         """The set of a document: uint32 [n]. ValueError: it is not there, or damaged."""
         path = set_path(self._scratch, name)
-        if name not in self._files:
-            with open(path, "rb") as file:
-                self._files[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        data, begin = self._files[name], position + RECORD.size
+        data, begin = self._mapped(path), position + RECORD.size
         if begin > len(data):
             raise ValueError(f"{path}: cut off at byte {len(data)}, a set begins at {position}")
         its_number, count, checksum = RECORD.unpack_from(data, position)

@@ -187,7 +187,7 @@ class CorpusStep(Step):
     @staticmethod
     def facts(options: Any, sums: dict[str, float]) -> Facts:
         """What the sums of :meth:`bucket_facts` say (warnings: a filter that holds too much); asked once, at the end."""
-        return Facts(numbers=dict(sums))
+        return Facts({name: int(value) if float(value).is_integer() else value for name, value in sums.items()})
 
     def save(self, bucket: int, path: str) -> None:
         """Write what the decided keys of a bucket left to a file, for ``against`` of a later run."""

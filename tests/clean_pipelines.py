@@ -204,7 +204,7 @@ def silent(line: str) -> None:
     """Takes what a run says."""
 
 
-def one_run(directory: Path, paths: Sequence[Path], part: int = 1, parts: int = 1, steps: Pipeline | None = None, **options: Any) -> Any:
+def one_run(directory: Path, paths: Sequence[Path], part: int = 0, parts: int = 1, steps: Pipeline | None = None, **options: Any) -> Any:
     """One part's run into ``directory/out``, with dropped documents and JSON."""
     chosen: dict[str, Any] = {"shard_bytes": 6000, "keep_dropped": directory / "dropped", "json": directory / "report.json"}
     chosen = {**chosen, "reading": SMALL_BLOCKS, **options}

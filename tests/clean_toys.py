@@ -108,7 +108,7 @@ def run_pipeline(
         configs.append(StepConfig(step, kind.Options(**options), kind))
     output = directory / name
     for _ in range(2 * len(steps) + 2):
-        for part in range(1, parts + 1):
+        for part in range(parts):
             options = RunOptions(part=part, parts=parts, workers=workers)
             try:
                 Run(Pipeline(tuple(configs)), files, output, options, lambda line: None).run()

@@ -142,10 +142,10 @@ def test_keys_of_records_are_used(good: list[str], tmp_path: Path) -> None:
 
 
 def test_parts_wait_and_are_started_again(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*good, "--part", "1/2", "--wait", "0.2"]) == WAITING
-    assert "part 2 has not finished stage 1" in capsys.readouterr().out
-    assert run([*good, "--part", "2/2"]) == DONE
+    assert run([*good, "--part", "0/2", "--wait", "0.2"]) == WAITING
+    assert "part 1 has not finished stage 1" in capsys.readouterr().out
     assert run([*good, "--part", "1/2"]) == DONE
+    assert run([*good, "--part", "0/2"]) == DONE
     alone = [flag if flag != str(tmp_path / "out") else str(tmp_path / "alone") for flag in good]
     assert run(alone) == DONE
     assert files_of(tmp_path / "alone") == files_of(tmp_path / "out")
@@ -168,8 +168,8 @@ def test_bad_input_is_told_with_file_and_line(good: list[str], tmp_path: Path, c
     [
         (["--worker", "2"], "did you mean --workers?"),
         (["--workers", "0"], "give at least 1"),
-        (["--part", "3/2"], "parts go from 1/2 to 2/2"),
-        (["--part", "x"], "expected a part such as 2/8"),
+        (["--part", "2/2"], "parts go from 0/2 to 1/2"),
+        (["--part", "x"], "expected a part such as 0/8"),
         (["--shard-size", "12QB"], "expected a size such as 128MB"),
         (["--wait", "-1"], "0 or more"),
         (["--output", ""], "no name"),
@@ -207,7 +207,7 @@ def test_a_full_disk_is_no_traceback(good: list[str], monkeypatch: pytest.Monkey
 
 def test_sizes_and_parts() -> None:
     assert [size(text) for text in ("128MB", "1gb", "5kb", "7B", "9")] == [128_000_000, 10**9, 5000, 7, 9]
-    assert part("2/8") == (2, 8)
+    assert part("0/8") == (0, 8)
 
 
 def test_it_starts_without_torch() -> None:

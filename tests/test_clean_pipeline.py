@@ -74,7 +74,7 @@ def test_workers_change_nothing(tmp_path: Path, corpus: list[Path], whole: Path,
 @pytest.mark.parametrize(("parts", "workers"), [(2, 1), (5, 1), (13, 1), (2, 3)])
 def test_parts_change_nothing(tmp_path: Path, corpus: list[Path], whole: Path, parts: int, workers: int) -> None:
     """Parts are started in any order, again and again until the output is there."""
-    order, ended = [*range(parts, 0, -2), *range(parts - 1, 0, -2)], 0
+    order, ended = [*range(parts - 1, -1, -2), *range(parts - 2, -1, -2)], 0
     while not (tmp_path / "out").exists():
         for part in order:
             try:
@@ -99,7 +99,7 @@ def plans(*directories: Path) -> list[bytes]:
 def test_shares_hold_every_line_once(tmp_path: Path, corpus: list[Path]) -> None:
     sizes = [path.stat().st_size for path in corpus]
     for parts in range(1, 12):
-        found = [piece for part in range(1, parts + 1) for piece in shares(corpus, InputOptions(), part, parts)]
+        found = [piece for part in range(parts) for piece in shares(corpus, InputOptions(), part, parts)]
         for number, size in enumerate(sizes):
             pieces = [piece for piece in found if piece[0] == number]
             if size:
@@ -120,14 +120,14 @@ def test_a_killed_run_goes_on(tmp_path: Path, parts: int) -> None:
         place.mkdir()
         moment, kills = 0, 0
         while not (place / "out").exists():
-            for part in range(1, parts + 1):
+            for part in range(parts):
                 code = killed_at(moment, lambda part=part, place=place: _patient(place, small, part, parts))  # type: ignore[misc]
                 kills += code is None
                 assert code in (0, None)
             moment += stride
             assert not (place / "out").exists() or _is_complete(place)
         assert kills > 9
-        one_run(place, small, 1, parts)
+        one_run(place, small, 0, parts)
         assert files_of(place) == files_of(reference)
 
 
@@ -144,12 +144,12 @@ def _is_complete(place: Path) -> bool:
 
 def test_finished_stages_are_not_done_again(tmp_path: Path, corpus: list[Path]) -> None:
     moment = 0
-    while killed_at(moment, lambda: one_run(tmp_path, corpus)) is None and not (tmp_path / "out.work/stage-1/part-1").is_dir():
+    while killed_at(moment, lambda: one_run(tmp_path, corpus)) is None and not (tmp_path / "out.work/stage-1/part-0").is_dir():
         moment += 5
-    assert (tmp_path / "out.work/stage-1/part-1").is_dir()
-    before = (tmp_path / "out.work/stage-0/part-1/counts.json").stat().st_mtime_ns
+    assert (tmp_path / "out.work/stage-1/part-0").is_dir()
+    before = (tmp_path / "out.work/stage-0/part-0/counts.json").stat().st_mtime_ns
     killed_at(3, lambda: one_run(tmp_path, corpus))
-    assert (tmp_path / "out.work/stage-0/part-1/counts.json").stat().st_mtime_ns == before
+    assert (tmp_path / "out.work/stage-0/part-0/counts.json").stat().st_mtime_ns == before
 
 
 # ---- what is refused
@@ -158,19 +158,19 @@ def test_finished_stages_are_not_done_again(tmp_path: Path, corpus: list[Path]) 
 def test_a_restart_with_other_options_or_inputs_is_refused(tmp_path: Path) -> None:
     paths = write_corpus(tmp_path, 40)
     with pytest.raises(PartsMissing):
-        one_run(tmp_path, paths, 1, 2)
+        one_run(tmp_path, paths, 0, 2)
     with pytest.raises(PlanDiffers, match="shard_bytes: 6000 then, 7000 now"):
-        one_run(tmp_path, paths, 2, 2, shard_bytes=7000)
+        one_run(tmp_path, paths, 1, 2, shard_bytes=7000)
     with pytest.raises(PlanDiffers, match="parts: 2 then, 3 now"):
-        one_run(tmp_path, paths, 2, 3)
+        one_run(tmp_path, paths, 1, 3)
     with pytest.raises(PlanDiffers, match=r"pipeline\.steps 2 short\.words|pipeline\.steps 2\.short\.words: 2 then, 5 now"):
         steps = pipeline()
         changed = replace(steps.steps[1], options=replace(steps.steps[1].options, words=5))
-        one_run(tmp_path, paths, 2, 2, Pipeline((steps.steps[0], changed, *steps.steps[2:])))
+        one_run(tmp_path, paths, 1, 2, Pipeline((steps.steps[0], changed, *steps.steps[2:])))
     with open(paths[1], "ab") as file:
         file.write(b"\n")
     with pytest.raises(PlanDiffers, match=r"inputs 2\.bytes: \d+ then, \d+ now"):
-        one_run(tmp_path, paths, 2, 2)
+        one_run(tmp_path, paths, 1, 2)
 
 
 def test_outputs_that_are_there_are_kept(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_outputs_that_are_there_are_kept(tmp_path: Path) -> None:
 def test_two_processes_do_not_work_at_one_part(tmp_path: Path) -> None:
     paths = write_corpus(tmp_path, 20)
     run = Run(pipeline(), paths, tmp_path / "out", RunOptions(), silent)
-    with run.work.joined(run.plan()), pytest.raises(FileExistsError, match="another process works at part 1 of 1"):
+    with run.work.joined(run.plan()), pytest.raises(FileExistsError, match="another process works at part 0 of 1"):
         Run(pipeline(), paths, tmp_path / "out", RunOptions(), silent).run()
 
 
@@ -250,7 +250,7 @@ def test_a_second_corpus_is_compared_with_the_first(tmp_path: Path, parts: int) 
 
     def once(name: str, inputs: list[Path], options: CorpusOptions) -> list[dict[str, Any]]:
         (tmp_path / name).mkdir()
-        for part in [*range(1, parts + 1), *range(1, parts + 1)]:
+        for part in [*range(parts), *range(parts)]:
             try:
                 one_run(tmp_path / name, inputs, part, parts, Pipeline((StepConfig("once", options, Once),)))
             except PartsMissing:
@@ -309,7 +309,7 @@ def test_counts_fit_together(whole: Path) -> None:
 
 def test_parts_in_any_order_give_one_report(tmp_path: Path) -> None:
     paths, found = write_corpus(tmp_path, 50), set()
-    for order in permutations((1, 2, 3)):
+    for order in permutations((0, 1, 2)):
         place = tmp_path / "".join(map(str, order))
         place.mkdir()
         for part in order * 3:

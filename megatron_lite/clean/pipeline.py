@@ -43,7 +43,7 @@ class RunOptions:
     """How a pipeline is run.
 
     Attributes:
-        part, parts: which piece of the inputs this process takes, from 1.
+        part, parts: which piece of the inputs this process takes, from 0, and of how many.
         wait: seconds to wait for other parts.
         workers: processes for local steps; 1: this one.
         shard_bytes: of text in a shard.
@@ -54,7 +54,7 @@ class RunOptions:
         reading: how the inputs are read.
     """
 
-    part: int = 1
+    part: int = 0
     parts: int = 1
     wait: float = 0.0
     workers: int = 1
@@ -74,12 +74,12 @@ def shares(inputs: Sequence[Path], reading: InputOptions, part: int, parts: int)
     sizes = [0 if str(path) == STANDARD_INPUT else path.stat().st_size for path in inputs]
     total, before = sum(sizes), 0
     found: list[tuple[int, int, int | None]] = []
-    low, high = total * (part - 1) // parts, total * part // parts
+    low, high = total * part // parts, total * (part + 1) // parts
     for number, (path, size) in enumerate(zip(inputs, sizes, strict=True)):
         end, middle = before + size, before + size // 2
         length = extent(path, reading) if parts > 1 else None
         if length is None:
-            if low <= middle < high or (part == parts and middle == total):
+            if low <= middle < high or (part + 1 == parts and middle == total):
                 found.append((number, 0, None))
         elif size and low < end and high > before:
             start = max(low - before, 0) * length // size
@@ -326,7 +326,7 @@ class Run:
         """The report's numbers, when all parts have gone through all stages."""
         counts = StageCounts()
         for stage in self.stages:
-            for part in range(1, self.options.parts + 1):
+            for part in range(self.options.parts):
                 counts.add(self.counts(stage.number, part), self.pipeline.steps)
             if stage.keyed is not None and not stage.decides:
                 kind: Any = self.pipeline.steps[stage.keyed].kind

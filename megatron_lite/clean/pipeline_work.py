@@ -3,7 +3,7 @@
 Whatever is finished is a directory under its final name, renamed from a temporary one when it was complete::
 
     plan.json                   options and inputs; the same for everybody who works here
-    stage-0/part-1/             documents, keys and counts of a part after a stage
+    stage-0/part-0/             documents, keys and counts of a part after a stage
     stage-0/decided/bucket-07/  what the corpus step after the stage decided about a bucket
 
 Anybody may finish anything that is still missing: the content follows from the plan alone, so two that do the same work
@@ -47,7 +47,7 @@ class WorkDirectory:
 
     Attributes:
         path: of the directory.
-        part, parts: which one this is, from 1, and of how many.
+        part, parts: which one this is, from 0, and of how many.
     """
 
     path: Path
@@ -86,11 +86,11 @@ class WorkDirectory:
 
     def part_directory(self, stage: int, part: int | None = None) -> Path:
         """Where a part (this one) leaves its work of a stage."""
-        return self.path / f"stage-{stage}" / f"part-{part or self.part}"
+        return self.path / f"stage-{stage}" / f"part-{self.part if part is None else part}"
 
     def all_parts(self, stage: int) -> list[Path]:
         """The directories of all parts, in the order of the corpus."""
-        return [self.part_directory(stage, part) for part in range(1, self.parts + 1)]
+        return [self.part_directory(stage, part) for part in range(self.parts)]
 
     def decided(self, stage: int, buckets: int) -> list[Path]:
         """The directories of all decisions after a stage."""
@@ -126,7 +126,7 @@ class WorkDirectory:
 
     def share(self, total: int) -> Iterator[int]:
         """Numbers of pieces of common work in the order in which this part takes them: its own share, then the others'."""
-        start = (self.part - 1) * total // self.parts
+        start = self.part * total // self.parts
         yield from range(start, total)
         yield from range(start)
 
@@ -134,7 +134,7 @@ class WorkDirectory:
         """Return when all parts have finished a stage. Raises PartsMissing after ``seconds``."""
         until, said = time.monotonic() + seconds, False
         while True:
-            missing = [p for p in range(1, self.parts + 1) if not self.part_directory(stage, p).is_dir()]
+            missing = [p for p in range(self.parts) if not self.part_directory(stage, p).is_dir()]
             if not missing:
                 return
             if time.monotonic() >= until:

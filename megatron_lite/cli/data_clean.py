@@ -47,8 +47,8 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--skip-bad", action="store_true", help=text)
     run = p.add_argument_group("running")
     run.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
-    text = "do the I-th of N parts of the input; all parts are started with the same options (default: 1/1)"
-    run.add_argument("--part", type=part, default="1/1", metavar="I/N", help=text)
+    text = "do the I-th of N parts of the input, from 0; all parts are started with the same options (default: 0/1)"
+    run.add_argument("--part", type=part, default="0/1", metavar="I/N", help=text)
     text = "seconds to wait for other parts, before ending to be started again (default: 0)"
     run.add_argument("--wait", type=float, default=0.0, metavar="S", help=text)
     text = "directory that the parts share until all is done (default: DIR.work)"
@@ -66,13 +66,15 @@ def size(text: str) -> int:
 
 
 def part(text: str) -> tuple[int, int]:
-    """``2/8`` as (2, 8)."""
+    """``0/8`` as (0, 8)."""
     numbers = text.split("/")
     if len(numbers) != 2 or not all(n.isascii() and n.isdecimal() for n in numbers):
-        raise argparse.ArgumentTypeError(f"{text}: expected a part such as 2/8")
+        raise argparse.ArgumentTypeError(f"{text}: expected a part such as 0/8")
     number, of = map(int, numbers)
-    if not 1 <= number <= of:
-        raise argparse.ArgumentTypeError(f"{text}: parts go from 1/{of} to {of}/{of}")
+    if number >= of:
+        raise argparse.ArgumentTypeError(
+            f"{text}: parts go from 0/{of} to {of - 1}/{of}" if of else f"{text}: give at least 1 part"
+        )
     return number, of
 
 
@@ -141,9 +143,7 @@ def _run(args: argparse.Namespace) -> int:
         )
         report = Run(pipeline, inputs, Path(args.output), options, partial(print, flush=True)).run()
     except PartsMissing as error:
-        print(
-            f"part {args.part[0]} of {args.part[1]} is done so far: {error}; run the same command again, or with --wait"
-        )
+        print(f"part {args.part[0]}/{args.part[1]} is done so far: {error}; run the same command again, or with --wait")
         return WAITING
     except (ValueError, FileExistsError, FileNotFoundError, PermissionError) as error:
         print(f"error: {error}", file=sys.stderr)

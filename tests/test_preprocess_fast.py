@@ -314,6 +314,27 @@ def test_a_text_that_the_fast_form_refuses_is_encoded_by_the_reference(
     assert found[1:] == ["a panic", "fine"] and said == []
 
 
+def test_what_is_remembered_is_bounded(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fast form is made anew when the process has grown, and the ids stay those of the reference."""
+    import gigatoken.gigatoken_rs as rs
+
+    load, made, resident = rs.load_hf_json, [], [1000]
+
+    def counted(content: str) -> Any:
+        made.append(content)
+        return load(content)
+
+    monkeypatch.setattr(rs, "load_hf_json", counted)
+    monkeypatch.setattr(tokenizer_fast, "_resident", lambda: resident[0])
+    monkeypatch.setattr(tokenizer_fast, "_MOST_REMEMBERED", 100)
+    tokenizer = build(files, "hf")
+    encoder = encoder_of(tokenizer, prove=False)
+    for memory, times in ((1050, 1), (1101, 2), (1150, 2), (1250, 3), (900, 3)):
+        resident[0] = memory
+        same(tokenizer, encoder, corpus(3))
+        assert len(made) == times
+
+
 def test_comparing_names_the_text() -> None:
     encoder = drifting(Twofold())
     with pytest.raises(FastDiffers) as error:

@@ -21,6 +21,7 @@ import tempfile
 from base64 import b64encode
 from collections.abc import Callable, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ import numpy as np
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_lite.text.tokenizer_bpe import Gpt2BpeTokenizer, TiktokenTokenizer, has_long_space
 from megatron_lite.text.tokenizer_probes import hard_texts, unassigned
+
+_MOST_REMEMBERED = 1 << 29  # bytes
 
 
 class Ids(NamedTuple):
@@ -182,21 +185,41 @@ def _mixed(
     return Ids(np.concatenate(pieces), lengths)
 
 
-def _function(backend: Any, first_id: int = 0) -> Callable[[list[str]], Ids]:
-    """gigatoken's batch call on the calling thread, as arrays."""
+class _Backend:
+    """gigatoken's batch call on the calling thread, as arrays.
 
-    def encode(texts: list[str]) -> Ids:
-        rows = backend.encode_batch(texts, parallel=False).layout
+    It remembers every word that it has seen, so it is made anew when the process has grown by ``_MOST_REMEMBERED``.
+    """
+
+    def __init__(self, make: Callable[[], Any], first_id: int = 0) -> None:
+        self._make, self._first_id = make, first_id
+        self._anew()
+
+    def _anew(self) -> None:
+        self._backend: Any = None  # the old one goes first
+        self._backend = self._make()
+        self._limit = _resident() + _MOST_REMEMBERED
+
+    def __call__(self, texts: list[str]) -> Ids:
+        if _resident() > self._limit:
+            self._anew()
+        rows = self._backend.encode_batch(texts, parallel=False).layout
         ids, starts = np.asarray(rows.content.data), np.asarray(rows.offsets.data)
-        return Ids(ids + np.uint32(first_id) if first_id else ids, np.diff(starts))
+        return Ids(ids + np.uint32(self._first_id) if self._first_id else ids, np.diff(starts))
 
-    return encode
+
+def _resident() -> int:
+    """Bytes of memory that this process has; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _hugging_face(tokenizer: HuggingFaceTokenizer) -> Encoder:
     from gigatoken.gigatoken_rs import load_hf_json
 
-    plain = _function(load_hf_json(tokenizer.content))
+    plain = _Backend(lambda: load_hf_json(tokenizer.content))
     own, whole = plain(["a"]).ids.tolist(), tokenizer.encode("a")  # what the post-processor puts around a text
     at = next((i for i in range(len(whole)) if whole[i : i + len(own)] == own), None)
     if at is None:
@@ -210,8 +233,8 @@ def _gpt2(tokenizer: Gpt2BpeTokenizer) -> Encoder:
 
     model = {"type": "BPE", "vocab": tokenizer.vocabulary, "merges": tokenizer.merges}
     cut = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    backend = load_hf_json(json.dumps({"added_tokens": [], "pre_tokenizer": cut, "model": model}))
-    return Encoder(tokenizer, _function(backend), unassigned)
+    content = json.dumps({"added_tokens": [], "pre_tokenizer": cut, "model": model})
+    return Encoder(tokenizer, _Backend(lambda: load_hf_json(content)), unassigned)
 
 
 def _tiktoken(tokenizer: TiktokenTokenizer) -> Encoder:
@@ -221,12 +244,15 @@ def _tiktoken(tokenizer: TiktokenTokenizer) -> Encoder:
         raise NotFast(f"gigatoken does not know the pattern {tokenizer.pattern}")
     ranks = sorted(tokenizer.ranks.items(), key=lambda entry: entry[1])
     first = ranks[0][1]
-    with tempfile.TemporaryDirectory() as folder:  # it reads files only, and ranks from 0
-        path = os.path.join(folder, "ranks")
-        with open(path, "wb") as file:
-            file.writelines(b64encode(token) + b" %d\n" % (rank - first) for token, rank in ranks)
-        backend = BPETokenizer.from_tiktoken(path, "nemotron", {})  # the name there of the pattern called v2 here
-    return Encoder(tokenizer, _function(backend, first), lambda text: unassigned(text) or has_long_space(text))
+
+    def load() -> Any:
+        with tempfile.TemporaryDirectory() as folder:  # it reads files only, and ranks from 0
+            path = os.path.join(folder, "ranks")
+            with open(path, "wb") as file:
+                file.writelines(b64encode(token) + b" %d\n" % (rank - first) for token, rank in ranks)
+            return BPETokenizer.from_tiktoken(path, "nemotron", {})  # its name of the pattern that is v2 here
+
+    return Encoder(tokenizer, _Backend(load, first), lambda text: unassigned(text) or has_long_space(text))
 
 
 def _sentencepiece(tokenizer: SentencePieceTokenizer) -> Encoder:
@@ -240,9 +266,9 @@ def _sentencepiece(tokenizer: SentencePieceTokenizer) -> Encoder:
     never = {model.id_to_piece(i) for i in pieces if model.is_control(i) or model.is_unknown(i) or model.is_byte(i)}
     merges = content["model"]["merges"]
     content["model"]["merges"] = [m for m in merges if not never.intersection((*m, "".join(m)))]
-    ascii_only = _function(load_hf_json(json.dumps(content)))
-    content["normalizer"] = None
-    normalised = _function(load_hf_json(json.dumps(content)))
+    whole, bare = json.dumps(content), json.dumps({**content, "normalizer": None})
+    ascii_only = _Backend(lambda: load_hf_json(whole))
+    normalised = _Backend(lambda: load_hf_json(bare))
 
     def encode(texts: list[str]) -> Ids:
         wide = [i for i, text in enumerate(texts) if not text.isascii()]

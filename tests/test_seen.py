@@ -175,7 +175,6 @@ def test_other_settings_are_refused(tmp_path):
 
 def test_options_that_cannot_work():
     for options, said in [
-        (BloomOptions(unit="word"), "unit: 'word' is none of document, line, paragraph"),
         (BloomOptions(expected=0), "expected: 0 must be at least 1"),
         (BloomOptions(error_rate=0.5), "error_rate: 0.5 must be above 0 and at most 0.1"),
         (BloomOptions(min_length=0), "min_length: 0 must be at least 1"),

@@ -12,7 +12,7 @@ import importlib.util
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,7 +26,7 @@ SEPARATORS = {"document": "", "line": "\n", "paragraph": "\n\n"}
 class SeenOptions(CorpusOptions):
     """Options of de-duplication by hash."""
 
-    unit: str = "document"
+    unit: Literal["document", "line", "paragraph"] = "document"
     """What is compared and dropped: document, line, or paragraph (separated by an empty line)."""
     min_length: int = 10
     """Characters that a line or paragraph must have to be compared; a shorter one ("}", "Yes.") always stays."""
@@ -115,8 +115,6 @@ class Seen(CorpusStep):
     @staticmethod
     def problems(options: Any) -> list[str]:
         found = []
-        if options.unit not in SEPARATORS:
-            found.append(f"unit: {options.unit!r} is none of {', '.join(SEPARATORS)}")
         if options.min_length < 1:
             found.append(f"min_length: {options.min_length} must be at least 1")
         return found + missing_packages("xxhash")

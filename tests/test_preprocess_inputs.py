@@ -84,6 +84,7 @@ def test_the_first_bad_record_ends_the_run(tmp_path: Path, dirty: Dirty) -> None
     number, reason = dirty.bad[0]
     assert text.startswith(str(dirty.path)) and f":{number}: {reason}" in text
     assert text.isprintable() and len(text.partition(reason)[2]) < 80 + 70
+    assert dirty.path.name != "bytes.txt" or text.endswith("(character 6 of the document): good \ufffd bad")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,7 +1,7 @@
 """Bytes of input files: unpacked as a stream, brought to UTF-8, and cut into blocks of whole lines.
 
 Packed files may have several members or frames one after another (``cat a.zst b.zst``, ``pigz``, ``zstd -T``); one that ends
-in the middle is an error, and never a short file. Damage is reported behind the line up to which all was well.
+in the middle is an error, and never a short file. Damage is reported with the first line that is not known to be good.
 
 A ``.jsonl.zst.tar`` of lm_dataformat is a tar archive, not packed itself, of ``.jsonl.zst`` files as its ``Archive`` writes
 them: zstd of lines ``{"text": ..., "meta": {...}}`` in UTF-8. A text may be a list of paragraphs, which its reader joins
@@ -182,7 +182,7 @@ def line_blocks(path: str, name: Name, options: InputOptions, start: int, stop: 
                     if stop is not None and offset >= stop:
                         return
         except DAMAGE as error:
-            raise BadInput(f"{shown}: damaged, cut off or unreadable after line {line} ({error})") from None
+            raise BadInput(f"{shown}: damaged, cut off or unreadable in line {max(line, 1)} or later ({error})") from None
 
 
 class CountedFile:

@@ -46,8 +46,8 @@ def text_blocks(path: str, name: Name, options: InputOptions, start: int, stop: 
                     yield _block(path, first, found, file.taken)
                     first, found, size = first + len(found), [], 0
         except DAMAGE as error:
-            last = first + len(found) - 1
-            raise BadInput(f"{path}: damaged, cut off or unreadable after document {last} ({error})") from None
+            number = first + len(found)
+            raise BadInput(f"{path}: damaged, cut off or unreadable in document {number} or later ({error})") from None
         if found:
             yield _block(path, first, found, file.taken)
 
@@ -68,7 +68,7 @@ def _checked(text: str) -> Found:
 
 
 def _start(text: str) -> bytes:
-    return text[:_SHOWN].encode("utf-8", "surrogatepass")
+    return text[:_SHOWN].encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 def _plain(path: str, pieces: Iterator[bytes], options: InputOptions) -> Iterator[Found]:
@@ -166,7 +166,7 @@ def _parquet(path: str, options: InputOptions, start: int, stop: int | None) -> 
                     )
                 number += batch.num_rows
         except (pyarrow.ArrowException, OSError) as error:
-            raise BadInput(f"{path}: damaged, cut off or unreadable after row {number} ({error})") from None
+            raise BadInput(f"{path}: damaged, cut off or unreadable in row {number + 1} or later ({error})") from None
 
 
 def _check_column(path: str, key: str, schema: Any) -> None:

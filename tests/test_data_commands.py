@@ -142,28 +142,6 @@ def test_what_cannot_be_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert code == 2 and why in err and not list(tmp_path.glob("out*")), err
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "txt"])
-def test_parts_of_preprocessing_join_to_the_one_part_run(tmp_path: Path, kind: str) -> None:
-    """Of files that can be cut and files that cannot."""
-    import gzip
-
-    rng = random.Random(0)
-    files = []
-    for number in range(6):
-        lines = [
-            " ".join(str(rng.randrange(90)) for _ in range(rng.randrange(1, 9))) for _ in range(rng.randrange(4, 30))
-        ]
-        files.append(tmp_path / f"{number}.{kind}")
-        text = "".join(line + "\n" if kind == "txt" else json.dumps({"text": line}) + "\n" for line in lines).encode()
-        files[-1].write_bytes(gzip.compress(text) if kind.endswith("gz") else text)
-    options = Options(partial(NullTokenizer, 100), append_eod=True)
-    preprocess(files, str(tmp_path / "whole"), options)
-    for number in range(3):
-        preprocess(files, str(tmp_path / f"part{number}"), options, part=(number, 3))
-    merge([tmp_path / f"part{number}_text_document" for number in range(3)], tmp_path / "merged")
-    assert content(tmp_path / "merged") == content(tmp_path / "whole_text_document")
-
-
 # --- looking --------------------------------------------------------------------------------------------------------
 
 

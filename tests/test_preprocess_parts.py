@@ -78,6 +78,31 @@ def test_parts_merged_are_the_whole(tmp_path: Path, parts: int) -> None:
     assert (total.documents, total.tokens, total.empty) == (counts.documents, counts.tokens, counts.empty)
 
 
+def test_documents_that_are_no_lines_are_parted_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of Parquet are cut anywhere; plain text is one share."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"{i} {i % 7}" for i in range(900)]
+    pq.write_table(pa.table({"text": texts[:600]}), tmp_path / "a.parquet", row_group_size=50)
+    (tmp_path / "b.txt").write_text("\n\n".join(texts[600:]))
+    inputs = [tmp_path / "a.parquet", tmp_path / "b.txt"]
+    reading = InputOptions(block_bytes=1 << 9, separator="\n\n")
+    preprocess(inputs, str(tmp_path / "whole"), options(), reading=reading)
+    assert IndexedDataset(tmp_path / "whole_text_document").num_documents == 900
+    for i in range(3):
+        preprocess(inputs, str(tmp_path / f"p{i}"), options(), reading=reading, part=(i, 3), workers=2)
+    merge([tmp_path / f"p{i}_text_document" for i in range(3)], tmp_path / "merged_text_document")
+    assert stored(tmp_path / "merged") == stored(tmp_path / "whole")
+    monkeypatch.setattr(engine, "_FINISHED_BYTES", 1 << 9)
+    for documents in (350, 800):
+        with monkeypatch.context() as patch:
+            stop_after(patch, documents)
+            with pytest.raises(OSError, match="No space left"):
+                preprocess(inputs, str(tmp_path / "out"), options(), reading=reading, resume=True)
+        assert finished_parts(tmp_path / "out") >= 2
+    preprocess(inputs, str(tmp_path / "out"), options(), reading=reading, resume=True)
+    assert stored(tmp_path / "out") == stored(tmp_path / "whole")
+
+
 def test_every_byte_is_in_one_share(tmp_path: Path) -> None:
     """Property: shares of random files are contiguous, in order, and together everything; those that cannot be cut are whole."""
     rng = random.Random(3)

@@ -25,9 +25,10 @@ Identity = dict[str, Any]  # what must be the same for a run to go on; JSON
 
 @dataclass(frozen=True)
 class Finished:
-    """Where a run goes on, and what it has: its counts, and its outputs in order."""
+    """Where a run goes on, and what it has: bytes read on the disk, its counts, and its outputs in order."""
 
     place: Place
+    taken: int
     counts: Counts
     outputs: list[WriterState]
 
@@ -61,9 +62,11 @@ class Journal:
             self._write(self._identity)
         return _finished(json.loads(lines[-1])) if len(lines) > 1 else None
 
-    def add(self, place: Place, counts: Counts, outputs: Sequence[WriterState]) -> None:
+    def add(self, place: Place, taken: int, counts: Counts, outputs: Sequence[WriterState]) -> None:
         """A part of the work is finished."""
-        self._write({"place": asdict(place), "counts": asdict(counts), "outputs": [asdict(o) for o in outputs]})
+        self._write(
+            {"place": asdict(place), "taken": taken, "counts": asdict(counts), "outputs": [asdict(o) for o in outputs]}
+        )
 
     def end(self, done: bool = False) -> None:
         """The run has ended."""
@@ -87,7 +90,7 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 def _finished(entry: dict[str, Any]) -> Finished:
     counts = Counts(**entry["counts"] | {"bad": Counter(entry["counts"]["bad"])})
-    return Finished(Place(**entry["place"]), counts, [WriterState(**o) for o in entry["outputs"]])
+    return Finished(Place(**entry["place"]), entry["taken"], counts, [WriterState(**o) for o in entry["outputs"]])
 
 
 def _differences(then: Identity, now: Identity) -> list[str]:

@@ -133,25 +133,26 @@ def preprocess(
         progress = stack.enter_context(Progress(sum(s.size for s in whole), say, log_interval, bar))
         if finished is not None:
             total = finished.counts
-            progress.resume(total, _taken(whole, *next(iter(read(left[:1], reading)), (left[0], None))))
+            progress.resume(total, finished.taken)
             say(f"going on after {total.documents:,} documents")
         source = read(left, reading)
         if STANDARD_INPUT not in map(str, inputs):  # a thread that waits for the terminal could not be ended
             source = stack.enter_context(closing(ahead(source, _AHEAD)))
         encoder, source = _encoder(tokenizer, options, source, say)
         stream = _Input(source, reading)
-        written_down = total.bytes
+        written_down, taken = total.bytes, 0
         for encoded in _encoded(stream, encoder, replace(options, fast=encoder.is_fast), workers, stack):
             share, block = stream.given.popleft()
             if encoded.failure is not None:
                 raise bad_input(block.file, encoded.failure, stream.numbers_before(share))
             if total.bytes - written_down >= _FINISHED_BYTES:
-                journal.add(place_of(share.file, block), total, [writer.state() for writer in writers])
+                journal.add(place_of(share.file, block), taken, total, [writer.state() for writer in writers])
                 written_down = total.bytes
             for writer, column in zip(writers, encoded.columns, strict=True):
                 writer.add_documents(column.tokens, column.lengths, column.sequences)
             total.add(encoded.counts)
-            progress.show(total, _taken(whole, share, block))
+            taken = _taken(whole, share, block)
+            progress.show(total, taken)
         if not total.documents:
             raise BadInput(
                 f"no documents were written: {len(whole)} file(s) of {total.bytes} bytes held {total.empty} empty and "
@@ -242,12 +243,12 @@ def _numbers(stream: _Input, block: Block) -> str:
     return f"lines {first} to {first + block.data.rstrip().count(bytes([10]))} of {block.file}"
 
 
-def _taken(whole: Sequence[Share], share: Share, block: Block | None) -> int:
+def _taken(whole: Sequence[Share], share: Share, block: Block) -> int:
     """Bytes on the disk that have been read when a block has been."""
     before = sum(s.size for s in whole if s.file < share.file)
     own = next(s for s in whole if s.file == share.file)
     begin = own.start if isinstance(block, Lines) else 0
-    return before + (0 if block is None else min(own.size, max(0, block.taken - begin)))
+    return before + min(own.size, max(0, block.taken - begin))
 
 
 def _publish(writers: Sequence[IndexedWriter]) -> None:
@@ -272,6 +273,10 @@ def summary(counts: Counts, seconds: float) -> str:
     lines += [
         f"{n:,} {kind} {'record was' if n == 1 else 'records were'} skipped{why}" for kind, why, n in skipped if n
     ]
+    if counts.compared:
+        lines.append(
+            f"{counts.compared:,} texts on the way were compared with the reference tokenizer, with the same ids"
+        )
     if counts.holds_eod:
         lines.append(
             f"{counts.holds_eod} texts hold the end-of-document token themselves: "

@@ -122,13 +122,16 @@ def test_what_fails_fails_on_every_rank(tmp_path):
     prefix = make_data(tmp_path)
     with open(f"{prefix}.bin", "r+b") as file:
         file.write(np.array([1, 2, 3], "<u2").tobytes())
-    log = f"--log-dir {tmp_path / 'log'}"
+    for suffix in (".bin", ".idx"):
+        Path(f"{prefix}2{suffix}").write_bytes(Path(f"{prefix}{suffix}").read_bytes())
+    log = f"--document-mask off --log-dir {tmp_path / 'log'}"
     (tmp_path / "file").write_bytes(b"")
     outcomes = trained(
         2,
         f"{RUN} {log} --data-path {prefix} --stage-dir {tmp_path / 'stage'}",
         f"{RUN} {log} --data-path {prefix} --stage-dir {tmp_path / 'file' / 'x'}",
         f"{RUN} {log} --data-path file://{tmp_path / 'none'} --data-cache-path {tmp_path / 'cache'}",
+        f"{RUN} {log} --data-path {prefix}2 --sample-order megatron --data-cache-path {tmp_path / 'file' / 'x'}",
         f"{RUN} {log} --data-path file://{prefix}",
         f"{RUN} {log} --data-path nowhere://{prefix} --data-cache-path {tmp_path / 'cache'}",
         f"{RUN} {log} --data-path file://{tmp_path / 'none'} --stage-dir {tmp_path / 'stage'}",
@@ -138,6 +141,7 @@ def test_what_fails_fails_on_every_rank(tmp_path):
         "the sha256 of its copy is not the one in .meta.json",
         "--stage-dir",
         "none.bin and file://",
+        "the orders of samples cannot be kept: ",
         "a remote prefix needs --data-cache-path DIR",
         "Protocol not known",
         "no such file",

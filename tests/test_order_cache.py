@@ -204,6 +204,16 @@ def test_a_builder_that_fails_fails_on_every_rank_and_leaves_nothing(tmp_path):
         cached_arrays(blocked / "a", {}, lambda: {"x": np.zeros(1)})
 
 
+def test_a_cache_that_cannot_be_written_is_read_and_long_work_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(order_cache, "_SAID_FROM", 0.0)
+    told: list[str] = []
+    arrays = {"x": np.arange(3)}
+    cached_arrays(tmp_path / "a", {}, lambda: arrays, told.append)
+    assert len(told) == 1 and "was computed in 0.0 s; later starts find it" in told[0]
+    monkeypatch.setattr(order_cache, "node_lock", lambda path: pytest.fail("nothing is to be written"))
+    assert cached_arrays(tmp_path / "a", {}, lambda: arrays, told.append)["x"].tolist() == [0, 1, 2] and len(told) == 1
+
+
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def no_locks(*args: Any) -> None:
         raise OSError(95, "Operation not supported")

@@ -254,7 +254,6 @@ def check_files(config: RunConfig[Any]) -> list[Problem]:
     for flag, directory in (
         ("--save", save),
         ("--tensorboard-dir", config.logging.tensorboard_dir),
-        ("--data-cache-path", data.data_cache_path),
         ("--stage-dir", data.stage_dir),
     ):
         reason = unwritable(Path(directory)) if directory else None

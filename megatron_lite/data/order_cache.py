@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatron_lite.data.node_file import new_file, node_lock
 MAGIC = b"MLORDER1"
 _LENGTH, _CRC = struct.Struct("<I"), struct.Struct("<I")
 _ALIGN = 64
+_SAID_FROM = 1.0  # seconds that computing has taken
 Arrays = dict[str, np.ndarray]
 
 
@@ -59,7 +61,10 @@ def cached_arrays(
             pass
         except _Unfit as error:
             tell(f"{path} {error}: built again")
+        began = time.monotonic()
         arrays = build()
+        if (seconds := time.monotonic() - began) > _SAID_FROM:
+            tell(f"the order of {path.name} was computed in {seconds:.1f} s; later starts find it")
         with new_file(path, sync=False) as file:  # its checksums tell what a power cut leaves
             _write(file, text, arrays)
         del arrays

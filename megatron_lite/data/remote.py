@@ -94,6 +94,8 @@ class RemoteFile:
 def local_index(index: RemoteFile, cache: Path, sha256: str | None) -> Path:
     """A copy of a remote ``.idx`` in the cache, made once a node; ValueError where it is not what ``.meta.json`` says."""
     path = cache / "index" / f"{index.key}.idx"
+    if path.is_file() and path.stat().st_size == index.size:
+        return path
     with node_lock(path):
         if path.is_file() and path.stat().st_size == index.size:
             return path

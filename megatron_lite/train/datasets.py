@@ -90,15 +90,19 @@ def find_data(
         raise ConfigError([Problem(str(error))]) from error
     of_text = {file: access.staged.get(prefix, prefix) for file, prefix in tokens.items()}  # sources keep their names
     access = replace(access, staged={**access.staged, **of_text})
-    found = build_datasets(
-        config.data,
-        asked=asked,
-        seed=config.training.seed,
-        vocab_size=getattr(config.model, "vocab_size", None) or None,
-        eod_id=None if tokenizer is None else tokenizer.eod_id,
-        fingerprint=None if tokenizer is None else tokenizer.fingerprint,
-        access=access,
-    )
+    try:
+        found = build_datasets(
+            config.data,
+            asked=asked,
+            seed=config.training.seed,
+            vocab_size=getattr(config.model, "vocab_size", None) or None,
+            eod_id=None if tokenizer is None else tokenizer.eod_id,
+            fingerprint=None if tokenizer is None else tokenizer.fingerprint,
+            access=access,
+        )
+    except OSError as error:
+        numbers = f"--data-cache-path {config.data.data_cache_path}"
+        raise ConfigError([Problem(f"the orders of samples cannot be kept: {error}", numbers)]) from error
     if found.problems:
         raise ConfigError(found.problems)
     found.summary = [*made, *found.summary, *lines]

@@ -83,6 +83,8 @@ class Training:
         try:
             code = self._evaluate_only() if self.config.evaluation.skip_train else self._train()
             self.profiler.close()
+            if self.data.blend is not None and not self.config.evaluation.skip_train:
+                self.reporter.sources(self.progress, self.data.blend.consumed(self.progress.consumed_samples))
         finally:
             gc.enable()
             gc.unfreeze()
@@ -110,8 +112,6 @@ class Training:
                 raise _of_a_step(error) from error
             if code is not None:
                 return code
-        if self.data.blend is not None:
-            self.reporter.sources(self.progress, self.data.blend.consumed(self.progress.consumed_samples))
         if self.config.checkpoint.save is not None and self._last_saved != self.progress.step:
             self._save(final=True)
         if self.data.test is not None and self.config.evaluation.eval_iters > 0:

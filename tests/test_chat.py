@@ -108,6 +108,39 @@ def test_turns_with_their_end_tokens_count_and_nothing_else(
     )
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_begin_and_end_tokens_are_not_doubled(model: Path, tmp_path: Path, fast: bool) -> None:
+    """A post-processor that puts tokens around texts adds none to what the template wrote."""
+    from tokenizers import Tokenizer, processors
+
+    folder = tokenizer_with(model, tmp_path / "t", MISTRAL)
+    plain = encode(folder, TALK)
+    whole = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ends = [(t, SPECIAL.index(t)) for t in ("<s>", "</s>")]
+    whole.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+    whole.save(str(folder / "tokenizer.json"))
+    encoder = chat_encoder(folder, fast)
+    assert (encoder._places._fast is not None) == fast
+    (found,) = encoder.encode([Conversation(TALK)])
+    assert isinstance(found, Example) and found.ids.tolist() == plain.ids.tolist()
+    assert found.mask.tolist() == plain.mask.tolist() and found.ids.tolist().count(SPECIAL.index("<s>")) == 1
+
+
+def test_special_tokens_that_take_white_space_with_them(model: Path, tmp_path: Path) -> None:
+    """Of such a tokenizer the reference keeps the places; the turn ends behind what its end token took."""
+    from tokenizers import AddedToken, Tokenizer
+
+    folder = tokenizer_with(model, tmp_path / "t", CHATML.replace("im_end", "close"))
+    whole = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    whole.add_special_tokens([AddedToken("<|close|>", rstrip=True)])
+    whole.save(str(folder / "tokenizer.json"))
+    encoder = chat_encoder(folder)
+    assert encoder._places._fast is None
+    (found,) = encoder.encode([Conversation(TALK)])
+    assert isinstance(found, Example) and found.turns == found.ended == 2
+    assert counted(folder, found) == ["Paris, naïvely: 巴黎 😀.<|close|>", "Rome\n\nis it.<|close|>"]
+
+
 def test_a_token_across_a_border_is_refused(model: Path, tmp_path: Path) -> None:
     """A line feed and the answer's own first one are one token: generation would never start behind the first."""
     for name in ("chatml", "marked"):

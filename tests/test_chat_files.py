@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,28 @@ def test_a_killed_run_leaves_nothing_that_opens(model: Path, tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.glob("*.tmp")) and len(IndexedDataset(tmp_path / "out")) == 1
+
+
+def test_a_worker_that_dies_ends_the_run(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tokenizer_with(model, tmp_path / "t", CHATML)
+    source = lines(tmp_path / "in.jsonl", [{"messages": SYSTEM, "pad": "x" * 5000}] * 2000)
+
+    def kill() -> None:
+        while not (children := workers()):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        os.kill(children[0], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    code, _, err = chat(capsys, source, tmp_path / "out", folder, "--workers", "2")
+    killer.join()
+    assert code == 2 and "was ended by SIGKILL" in err and not list(tmp_path.glob("out*"))
+
+
+def workers() -> list[int]:
+    """Workers of this process."""
+    return [p.pid for p in multiprocessing.active_children() if p.pid is not None]
 
 
 def test_no_tokens_without_their_mask(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import traceback
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -127,7 +129,8 @@ def test_a_killed_run_goes_on(tmp_path: Path, parts: int) -> None:
             moment += stride
             assert not (place / "out").exists() or _is_complete(place)
         assert kills > 9
-        one_run(place, small, 0, parts)
+        for part in range(parts):
+            one_run(place, small, part, parts)
         assert files_of(place) == files_of(reference)
 
 
@@ -328,3 +331,22 @@ def test_parts_in_any_order_give_one_report(tmp_path: Path) -> None:
             _patient(place, paths, part, 3)
         found.add((place / "report.json").read_bytes())
     assert len(found) == 1
+
+
+def test_parts_that_run_at_once_finish_together(tmp_path: Path, corpus: list[Path], whole: Path) -> None:
+    """Four processes wait for each other, share the buckets and the shards, and all end well."""
+    children = []
+    for part in range(4):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                one_run(tmp_path, corpus, part, 4, wait=60.0)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
+    assert files_of(tmp_path) == files_of(whole)

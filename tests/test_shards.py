@@ -123,7 +123,7 @@ def test_damage_is_told(tmp_path: Path, lines: list[bytes]) -> None:
     with pytest.raises(ValueError, match="damaged or cut off"):
         reader.line(reader.lines - 1)
     index_path(path).unlink()
-    with pytest.raises(ValueError, match="index .* is missing"):
+    with pytest.raises(FileNotFoundError, match="index .* is missing"):
         FrameReader(path)
     index_path(path).write_text("{}")
     with pytest.raises(ValueError, match="not the index of a shard"):

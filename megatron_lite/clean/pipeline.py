@@ -28,7 +28,15 @@ from megatron_lite.clean.pipeline_stage import Block, Done, Stage, StepFailed, W
 from megatron_lite.clean.pipeline_work import WorkDirectory, digest, file_state
 from megatron_lite.clean.report import as_json, report_data
 from megatron_lite.clean.report_html import as_html
-from megatron_lite.clean.shards import SHARD_BYTES, UNCUT, FrameReader, ShardWriter, shard_name, write_whole
+from megatron_lite.clean.shards import (
+    SHARD_BYTES,
+    SPOOL_LEVEL,
+    UNCUT,
+    FrameReader,
+    ShardWriter,
+    shard_name,
+    write_whole,
+)
 from megatron_lite.clean.step import CorpusStep, bucket_path
 from megatron_lite.config.values import plain
 from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions, Lines, extent, lines_before, open_input
@@ -170,6 +178,8 @@ class Run:
         known_as = digest(plan)
         self._check_outputs(known_as)
         if self.documents.is_complete(known_as):
+            for output in self.outputs():
+                output.clear()
             return None
         try:
             with self.work.joined(plan), ExitStack() as stack:
@@ -211,8 +221,8 @@ class Run:
         keyed = None if stage.keyed is None else self.pipeline.steps[stage.keyed]
         (draft / "documents").mkdir()
         with ExitStack() as stack:
-            shard_bytes = options.shard_bytes if stage.last and self.alone else UNCUT
-            writer = stack.enter_context(ShardWriter(draft / "documents", shard_bytes))
+            shard_bytes, level = (options.shard_bytes, 3) if stage.last and self.alone else (UNCUT, SPOOL_LEVEL)
+            writer = stack.enter_context(ShardWriter(draft / "documents", shard_bytes, level=level))
             dropped = stack.enter_context(dropped_spool(draft)) if stage.keep_dropped else None
             decider = Decider(keyed, self.work.scratch(stage.number)) if keyed is not None and stage.decides else None
             files = None
@@ -299,10 +309,14 @@ class Run:
     def _corpus_steps(self) -> Iterator[tuple[int, StepConfig]]:
         return ((n, step) for n, step in enumerate(self.pipeline.steps) if issubclass(step.kind, CorpusStep))
 
+    def outputs(self) -> list[Output]:
+        """The directories of shards."""
+        return [self.documents] if self.dropped is None else [self.documents, self.dropped]
+
     def _check_outputs(self, known_as: str) -> None:
         """Refuse outputs that are there and another run's."""
-        if self.dropped is not None:
-            self.dropped.is_complete(known_as)
+        for output in self.outputs():
+            output.is_complete(known_as)
         for _, step in self._corpus_steps():
             if os.path.exists(step.options.save) and not _is_saved_by(step.options.save, known_as):
                 raise FileExistsError(
@@ -337,20 +351,16 @@ class Run:
 
     def _finish(self, known_as: str) -> dict[str, Any]:
         """Cut the shards, write the report and what corpus steps save, and give everything its name."""
-        report, temporary = self.report(), f".{self.options.part}.tmp"
-        if self.options.json is not None:
-            write_whole(self.options.json, as_json(report), temporary)
-        try:
-            self.documents.write(len(self.stages) - 1, known_as)
-            if self.dropped is not None:
-                self.dropped.write(len(self.stages), known_as)
-                self.dropped.publish()
-            self._publish_saved(known_as)
-            write_whole(self.html, as_html(report), temporary)
-            self.documents.publish()
-        except FileNotFoundError:  # another part finished meanwhile, and took what we were at
-            if not self.documents.is_complete(known_as):
-                raise
+        report = self.report()
+        self.documents.write(len(self.stages) - 1, known_as)
+        if self.dropped is not None:
+            self.dropped.write(len(self.stages), known_as)
+            self.dropped.publish(known_as)
+        self._publish_saved(known_as)
+        for path, data in ((self.html, as_html(report)), (self.options.json, as_json(report))):
+            if path is not None:
+                write_whole(path, data, path.with_name(f"{path.name}.{self.options.part}.tmp"))
+        self.documents.publish(known_as)
         if self.alone:
             shutil.rmtree(self.work.path)
         return report

@@ -1,7 +1,8 @@
 """What a run leaves: directories of shards, complete or not there at all.
 
-Shards are made in ``NAME.tmp`` beside the directory, which is renamed when all are there. A part alone has written them
-already and they are moved; several parts have left their lines in a spool each, and anybody writes any shard from those.
+Shards are gathered in ``NAME.tmp`` beside the directory, which is renamed when all are there. A part alone has written them
+already and they are moved; several parts have left their lines in a spool each, and anybody writes any shard from those, in a
+directory of its own first. Parts that come to the end at the same time do some work twice and never meet each other's halves.
 """
 
 from __future__ import annotations
@@ -11,19 +12,29 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
 from megatron_lite.clean.pipeline_work import WorkDirectory
-from megatron_lite.clean.shards import INDEX, LIST, UNCUT, FrameReader, ShardWriter, index_path, shard_name, write_list
+from megatron_lite.clean.shards import (
+    INDEX,
+    LIST,
+    SPOOL_LEVEL,
+    UNCUT,
+    FrameReader,
+    ShardWriter,
+    index_path,
+    shard_name,
+    write_list,
+)
 
 _DIGITS = 16  # hexadecimal, of the document's number before a line of dropped documents
 
 
 class Output:
-    """One directory of shards.
+    """One directory of shards, which any part may bring to its end, several of them at the same time.
 
     Args:
         directory: its final name.
@@ -34,10 +45,10 @@ class Output:
     def __init__(self, directory: Path, work: WorkDirectory, shard_bytes: int) -> None:
         self.directory, self.shard_bytes = directory, shard_bytes
         self._work = work
-        self._draft = directory.with_name(f"{directory.name}.tmp")
-        self._temporary = f".{work.part}.tmp"
+        self._draft = directory.with_name(f"{directory.name}.tmp")  # of all parts: whole files only
+        self._own = directory.with_name(f"{directory.name}.{work.part}.tmp")  # of this part
 
-    def is_complete(self, digest: str) -> bool:
+    def is_complete(self, known_as: str) -> bool:
         """Whether the directory is there as the plan of this digest makes it.
 
         Raises:
@@ -46,37 +57,57 @@ class Output:
         if not self.directory.exists():
             return False
         with suppress(OSError, ValueError, KeyError):
-            if json.loads((self.directory / INDEX / LIST).read_bytes())["plan"] == digest:
+            if json.loads((self.directory / INDEX / LIST).read_bytes())["plan"] == known_as:
                 return True
         raise FileExistsError(f"{self.directory} is there, and not from this run; remove it or give another")
 
-    def write(self, stage: int, digest: str) -> None:
+    def write(self, stage: int, known_as: str) -> None:
         """Put the shards of what all parts left after a stage into the draft."""
-        if self.is_complete(digest):
-            return
-        (self._draft / INDEX).mkdir(parents=True, exist_ok=True)
-        sources = [directory / "documents" for directory in self._work.all_parts(stage)]
-        if self._work.parts == 1:
-            self._move(sources[0])
-        else:
-            self._write_shards(sources)
-        for stray in [*self._draft.glob("*.tmp"), *(self._draft / INDEX).glob("*.tmp")]:
-            stray.unlink(missing_ok=True)
-        write_list(self._draft, digest, self._temporary)
+        with self._unless_complete(known_as):
+            if self.is_complete(known_as):
+                return
+            (self._draft / INDEX).mkdir(parents=True, exist_ok=True)
+            self.clear()
+            (self._own / INDEX).mkdir(parents=True)
+            sources = [directory / "documents" for directory in self._work.all_parts(stage)]
+            if self._work.parts == 1:
+                for path in sorted(
+                    sources[0].glob("shard-*.jsonl.zst")
+                ):  # those that are not there have been moved before
+                    self._put(path)
+            else:
+                self._write_shards(sources)
+            write_list(self._draft, known_as, self._own / LIST)
 
-    def publish(self) -> None:
+    def publish(self, known_as: str) -> None:
         """Give the draft its name."""
-        if not self.directory.exists():
-            os.rename(self._draft, self.directory)
+        with self._unless_complete(known_as):
+            if not self.directory.exists():
+                os.rename(self._draft, self.directory)
+        self.clear()
+        shutil.rmtree(self._draft, ignore_errors=True)  # begun anew while another part gave it its name
 
-    def _move(self, source: Path) -> None:
-        """Shards that are not in the source have been moved before."""
-        for path in sorted(source.glob("shard-*.jsonl.zst")):
-            for part in (index_path(path), path):
-                target = self._draft / part.relative_to(source)
-                if part.exists():  # by copying where the work directory is on another file system
-                    shutil.move(part, f"{target}{self._temporary}")
-                    os.replace(f"{target}{self._temporary}", target)
+    def clear(self) -> None:
+        """Remove what this part has left half done."""
+        shutil.rmtree(self._own, ignore_errors=True)
+
+    @contextmanager
+    def _unless_complete(self, known_as: str) -> Iterator[None]:
+        """When the draft vanishes, another part has given it its name."""
+        try:
+            yield
+        except FileNotFoundError:
+            if not self.is_complete(known_as):
+                raise
+
+    def _put(self, path: Path) -> None:
+        """Move a shard and its index, which comes first, into the draft; both are there whole or not at all."""
+        for part in (index_path(path), path):
+            name = part.relative_to(path.parent)
+            if part.exists():
+                if path.parent != self._own:  # by copying where the work directory is on another file system
+                    shutil.move(part, self._own / name)
+                os.replace(self._own / name, self._draft / name)
 
     def _write_shards(self, sources: Sequence[Path]) -> None:
         files = [source / shard_name(0) for source in sources]
@@ -88,10 +119,11 @@ class Output:
             start, end = number * self.shard_bytes, (number + 1) * self.shard_bytes
             lines = takewhile(partial(_begins_before, end), _lines_from(readers, start))
             for at, first in lines:  # if any: one long line may fill a shard and the next
-                with ShardWriter(self._draft, self.shard_bytes, at, self._temporary) as writer:
+                with ShardWriter(self._own, self.shard_bytes, at) as writer:
                     writer.add(first)
                     for _, line in lines:
                         writer.add(line)
+                self._put(self._own / shard_name(number))
 
 
 def _begins_before(end: int, found: tuple[int, bytes]) -> bool:
@@ -118,7 +150,7 @@ def _lines_from(readers: Sequence[FrameReader], start: int) -> Iterator[tuple[in
 def dropped_spool(directory: Path) -> ShardWriter:
     """Takes lines of dropped documents, each behind its number."""
     (directory / "dropped").mkdir()
-    return ShardWriter(directory / "dropped", UNCUT)
+    return ShardWriter(directory / "dropped", UNCUT, level=SPOOL_LEVEL)
 
 
 def merge_dropped(work: WorkDirectory, stages: int, shard_bytes: int) -> None:

@@ -66,7 +66,7 @@ class WorkDirectory:
         text = _plan_text(plan)
         file = self.path / "plan.json"
         if not file.exists():
-            write_whole(file, text.encode(), f".{self.part}.tmp")
+            write_whole(file, text.encode(), self.path / f"plan.{self.part}.tmp")
         found = json.loads(file.read_text(encoding="utf-8"))
         if found != json.loads(text):
             lines = "\n  ".join(_differences(found, json.loads(text), ""))

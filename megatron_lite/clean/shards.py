@@ -24,6 +24,7 @@ import zstandard
 
 FRAME_BYTES = 1_000_000  # of text
 SHARD_BYTES = 128_000_000  # of text
+SPOOL_LEVEL = 1  # of zstd, for what is read once and removed
 UNCUT = 1 << 62  # bytes of text in a shard, where all lines are to be in one
 INDEX = ".index"  # directory of the indices: hidden, so that a directory of shards holds nothing but text
 LIST = "shards.json"  # in it: the shards and their lines
@@ -66,14 +67,13 @@ class FrameFile:
         path: of the file.
         compressor: runs the compression; its frames come in order whatever its threads do.
         level: of zstd.
-        temporary: suffix of the file until then; two processes that write the same file give different ones.
     """
 
-    def __init__(self, path: Path, compressor: ThreadPoolExecutor, level: int = 3, temporary: str = ".tmp") -> None:
+    def __init__(self, path: Path, compressor: ThreadPoolExecutor, level: int = 3) -> None:
         self.path = path
         self.lines = self.bytes = 0
         index_path(path).parent.mkdir(exist_ok=True)
-        self._suffix, self._temporary = temporary, Path(f"{path}{temporary}")
+        self._temporary = Path(f"{path}.tmp")
         self._file: IO[bytes] = open(self._temporary, "wb")
         self._compressor, self._level = compressor, level
         self._pending: deque[Future[bytes]] = deque()
@@ -106,7 +106,7 @@ class FrameFile:
             "bytes": self.bytes,
             "frames": frames,
         }
-        write_whole(index_path(self.path), json.dumps(index).encode() + b"\n", self._suffix)
+        write_whole(index_path(self.path), json.dumps(index).encode() + b"\n")
         os.replace(self._temporary, self.path)
 
     def close(self) -> None:
@@ -133,13 +133,11 @@ class ShardWriter:
         directory: for the files.
         shard_bytes: of text in a shard.
         start: bytes of text of the corpus before this piece, which begins a shard.
-        temporary: as of :class:`FrameFile`.
+        level: of zstd.
     """
 
-    def __init__(
-        self, directory: Path, shard_bytes: int = SHARD_BYTES, start: int = 0, temporary: str = ".tmp"
-    ) -> None:
-        self._directory, self._shard_bytes, self._temporary = directory, shard_bytes, temporary
+    def __init__(self, directory: Path, shard_bytes: int = SHARD_BYTES, start: int = 0, level: int = 3) -> None:
+        self._directory, self._shard_bytes, self._level = directory, shard_bytes, level
         self._at = start
         self._compressor = ThreadPoolExecutor(2, "zstd")
         self._file: FrameFile | None = None
@@ -162,16 +160,16 @@ class ShardWriter:
         if number != self._number:
             if self._file is not None:
                 self._file.finish()
-            self._file = FrameFile(self._directory / shard_name(number), self._compressor, temporary=self._temporary)
+            self._file = FrameFile(self._directory / shard_name(number), self._compressor, self._level)
         assert self._file is not None
         self._file.add(line, frame != self._frame or number != self._number)
         self._number, self._frame = number, frame
         self._at += len(line)
 
 
-def write_whole(path: Path, data: bytes, temporary: str = ".tmp") -> None:
-    """Write a small file that is there whole or not at all."""
-    draft = Path(f"{path}{temporary}")
+def write_whole(path: Path, data: bytes, draft: Path | None = None) -> None:
+    """Write a small file that is there whole or not at all; ``draft`` is its name until then (``path.tmp``)."""
+    draft = draft or Path(f"{path}.tmp")
     with open(draft, "wb") as file:
         file.write(data)
         file.flush()
@@ -180,7 +178,12 @@ def write_whole(path: Path, data: bytes, temporary: str = ".tmp") -> None:
 
 
 class FrameReader:
-    """Reads one file of frames: ``frames``, ``lines`` and ``bytes`` (of text) as its index has them."""
+    """Reads one file of frames: ``frames``, ``lines`` and ``bytes`` (of text) as its index has them.
+
+    Raises:
+        FileNotFoundError: it has no index.
+        ValueError: its index is none.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -189,7 +192,7 @@ class FrameReader:
             self.lines, self.bytes = int(index["lines"]), int(index["bytes"])
             self.frames = [Frame(*frame) for frame in index["frames"]]
         except FileNotFoundError:
-            raise ValueError(f"{path}: its index {index_path(path)} is missing") from None
+            raise FileNotFoundError(f"{path}: its index {index_path(path)} is missing") from None
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{index_path(path)}: not the index of a shard") from None
 
@@ -225,15 +228,15 @@ class FrameReader:
         return text
 
 
-def write_list(directory: Path, plan: str, temporary: str = ".tmp") -> None:
-    """Write the list of a directory's shards; ``plan`` is the digest of what made them."""
+def write_list(directory: Path, plan: str, draft: Path | None = None) -> None:
+    """Write the list of a directory's shards; ``plan`` is the digest of what made them, ``draft`` as of write_whole."""
     (directory / INDEX).mkdir(exist_ok=True)
     shards = []
     for path in sorted(directory.glob("shard-*.jsonl.zst")):
         reader = FrameReader(path)
         shards.append({"name": path.name, "lines": reader.lines, "bytes": reader.bytes})
     data = {"format": "megatron-lite shards", "version": 1, "plan": plan, "shards": shards}
-    write_whole(directory / INDEX / LIST, json.dumps(data, indent=1).encode() + b"\n", temporary)
+    write_whole(directory / INDEX / LIST, json.dumps(data, indent=1).encode() + b"\n", draft)
 
 
 class ShardReader:

@@ -178,7 +178,7 @@ def test_keys_of_records_are_used(good: list[str], tmp_path: Path) -> None:
 
 def test_parts_wait_and_are_started_again(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*good, "--part", "0/2", "--wait", "0.2"]) == WAITING
-    assert "part 1 has not finished stage 1" in capsys.readouterr().out
+    assert "part 1 has not come as far (stage 1)" in capsys.readouterr().out
     assert run([*good, "--part", "1/2"]) == DONE
     assert run([*good, "--part", "0/2"]) == DONE
     alone = [flag if flag != str(tmp_path / "out") else str(tmp_path / "alone") for flag in good]

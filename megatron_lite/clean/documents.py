@@ -103,11 +103,14 @@ def _record(line: bytes, text_key: str) -> dict[str, Any]:
 
 def _rounded(value: Any) -> bool:
     """Whether a value may hold a whole number that orjson, which has 64 bits for it, read as a float."""
-    if isinstance(value, float):
+    kind = type(value)
+    if kind is str or kind is int:
+        return False
+    if kind is float:
         return abs(value) >= 2.0**63
-    if isinstance(value, dict):
+    if kind is dict:
         return any(map(_rounded, value.values()))
-    return isinstance(value, list) and any(map(_rounded, value))
+    return kind is list and any(map(_rounded, value))
 
 
 def _language(record: dict[str, Any], keys: Keys) -> str | None:

@@ -37,7 +37,7 @@ class PartsMissing(RuntimeError):
     """Other parts have not come as far; ``parts`` says which."""
 
     def __init__(self, parts: Sequence[int], stage: int) -> None:
-        super().__init__(f"part {', '.join(map(str, parts))} has not finished stage {stage + 1}")
+        super().__init__(f"part {', '.join(map(str, parts))} has not come as far (stage {stage + 1})")
         self.parts = list(parts)
 
 

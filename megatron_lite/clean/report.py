@@ -36,6 +36,7 @@ def report_data(pipeline: Pipeline, inputs: Sequence[str], counts: StageCounts) 
         for source in sorted(counts.read)
     }
     total = {name: sum(flow[name] for flow in sources.values()) for name in _FLOW}
+    nothing = [] if total["documents_out"] else ["no document is left"]
     return {
         "format": "megatron-lite cleaning report",
         "version": 1,
@@ -47,7 +48,7 @@ def report_data(pipeline: Pipeline, inputs: Sequence[str], counts: StageCounts) 
         "lengths_in": _lengths(first.lengths_in),
         "lengths_out": _lengths(counts.lengths),
         "steps": steps,
-        "warnings": [f"step {step['step']}: {warning}" for step in steps for warning in step["warnings"]],
+        "warnings": nothing + [f"step {step['step']}: {warning}" for step in steps for warning in step["warnings"]],
     }
 
 

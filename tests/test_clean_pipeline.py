@@ -17,7 +17,8 @@ from clean_pipelines import Once, files_of, killed_at, lines_of, one_run, pipeli
 from selectolax.lexbor import LexborHTMLParser
 
 from megatron_lite.clean.config import Pipeline, StepConfig
-from megatron_lite.clean.pipeline import Run, RunOptions, shares
+from megatron_lite.clean.pipeline import Run, RunOptions
+from megatron_lite.clean.pipeline_input import shares
 from megatron_lite.clean.pipeline_stage import StepFailed
 from megatron_lite.clean.pipeline_work import PartsMissing, PlanDiffers
 from megatron_lite.clean.step import CorpusOptions, LocalStep

@@ -215,9 +215,9 @@ def test_traditional_is_simplified_in_chinese_only() -> None:
     assert after(complicate, "头发发展") == "頭髮發展"
 
 
-def test_opencc_is_asked_for_where_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "opencc", None)
+def test_packages_are_asked_for_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert Chinese.problems(ChineseOptions(full_width="all")) == []
-    assert Chinese.problems(ChineseOptions(convert="t2s")) == ["convert needs a package that is not installed: pip install opencc"]
+    assert Chinese.problems(ChineseOptions(convert="t2s")) == ["needs the package opencc: pip install opencc"]
+    assert Normalise.problems(NormaliseOptions(html="never")) == []
+    assert Normalise.problems(NormaliseOptions()) == ["needs the package selectolax: pip install selectolax"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_lite.clean.step import Document, LocalStep
+from megatron_lite.clean.step import Document, LocalStep, missing_packages
 
 _LETTERS = [*range(0xFF10, 0xFF1A), *range(0xFF21, 0xFF3B), *range(0xFF41, 0xFF5B)]
 _ALL = [*range(0xFF01, 0xFF5F)]
@@ -65,12 +65,7 @@ class Chinese(LocalStep):
     @staticmethod
     def problems(options: ChineseOptions) -> list[str]:
         """OpenCC is missing where it is needed."""
-        if options.convert != "none":
-            try:
-                import opencc  # noqa: F401
-            except ImportError:
-                return ["convert needs a package that is not installed: pip install opencc"]
-        return []
+        return missing_packages("opencc") if options.convert != "none" else []
 
 
 def is_chinese(document: Document) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_lite.clean.step import Document, LocalStep
+from megatron_lite.clean.step import Document, LocalStep, missing_packages
 
 # Bytes 80 to 9F that were read as Latin-1 are Windows-1252, as in HTML (https://html.spec.whatwg.org, numeric character
 # reference end state): dropping them would drop quotation marks and dashes.
@@ -98,6 +98,11 @@ class Normalise(LocalStep):
             if options.whitespace:
                 text = plain_space(text)
             document.text = text
+
+    @staticmethod
+    def problems(options: NormaliseOptions) -> list[str]:
+        """The parser of HTML is missing where it is needed."""
+        return missing_packages("selectolax") if options.html != "never" else []
 
     def _controls(self, text: str) -> str:
         text = _LINE_ENDS.sub("\n", text.replace("\r\n", "\n"))

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from megatron_lite import __version__
 from megatron_lite.clean.config import SAVED_BY, Pipeline, StepConfig
 from megatron_lite.clean.counts import StageCounts
+from megatron_lite.clean.pipeline_input import input_blocks, shares
 from megatron_lite.clean.pipeline_keys import Decider, KeyFiles, decide_bucket, decide_now, gather_drops
 from megatron_lite.clean.pipeline_output import Output, dropped_spool, merge_dropped
 from megatron_lite.clean.pipeline_stage import Block, Done, Stage, StepFailed, Worker, cut
@@ -39,7 +40,7 @@ from megatron_lite.clean.shards import (
 )
 from megatron_lite.clean.step import CorpusStep, bucket_path
 from megatron_lite.config.values import plain
-from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions, Lines, extent, lines_before, open_input
+from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.records import BadInput
 
@@ -72,49 +73,6 @@ class RunOptions:
     json: Path | None = None
     skip_bad: bool = False
     reading: InputOptions = field(default_factory=InputOptions)
-
-
-def shares(inputs: Sequence[Path], reading: InputOptions, part: int, parts: int) -> list[tuple[int, int, int | None]]:
-    """(number of the file, start, stop) of the pieces of inputs that a part reads, as of ``open_input``.
-
-    Parts are contiguous and about equal in bytes; a file that cannot be read from its middle is one part's.
-    """
-    sizes = [0 if str(path) == STANDARD_INPUT else path.stat().st_size for path in inputs]
-    total, before = sum(sizes), 0
-    found: list[tuple[int, int, int | None]] = []
-    low, high = total * part // parts, total * (part + 1) // parts
-    for number, (path, size) in enumerate(zip(inputs, sizes, strict=True)):
-        end, middle = before + size, before + size // 2
-        length = extent(path, reading) if parts > 1 else None
-        if length is None:
-            if low <= middle < high or (part + 1 == parts and middle == total):
-                found.append((number, 0, None))
-        elif size and low < end and high > before:
-            start = max(low - before, 0) * length // size
-            stop = None if high >= end else (high - before) * length // size
-            if stop is None or start < stop:
-                found.append((number, start, stop))
-        before = end
-    return found
-
-
-def input_blocks(
-    inputs: Sequence[Path], pieces: Sequence[tuple[int, int, int | None]], reading: InputOptions
-) -> Iterator[Block]:
-    """The blocks of some pieces of the inputs; lines have their numbers in their whole file."""
-    for number, start, stop in pieces:
-        path = inputs[number]
-        is_cut = start > 0 and path.suffix != ".parquet"
-        skipped = lines_before(path, reading, start) if is_cut else 0
-        base, end, name = 0, 0, ""
-        for block in open_input(path, reading, start, stop):
-            if name and block.file != name:  # the next file of an archive
-                base += end
-            name = block.file
-            if isinstance(block, Lines):
-                block = replace(block, first=block.first + skipped)
-                end = block.first + block.data.count(b"\n")
-            yield Block(0, number, base, block)
 
 
 class Run:

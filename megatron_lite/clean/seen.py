@@ -8,7 +8,6 @@ buckets a unit belongs to, so all its duplicates meet in one bucket.
 
 from __future__ import annotations
 
-import importlib.util
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_lite.clean.step import CorpusOptions, CorpusStep, Document
+from megatron_lite.clean.step import CorpusOptions, CorpusStep, Document, missing_packages
 
 KEY = np.dtype([("number", "<u8"), ("bucket", "<u2"), ("unit", "<u4"), ("hash", "<u8", 2)])
 SEPARATORS = {"document": "", "line": "\n", "paragraph": "\n\n"}
@@ -118,8 +117,3 @@ class Seen(CorpusStep):
         if options.min_length < 1:
             found.append(f"min_length: {options.min_length} must be at least 1")
         return found + missing_packages("xxhash")
-
-
-def missing_packages(*names: str) -> list[str]:
-    """A complaint for each package that is not installed."""
-    return [f"needs the package {n}: pip install {n}" for n in names if importlib.util.find_spec(n) is None]

@@ -16,6 +16,7 @@ what a step counts and notes must not depend on where.
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,11 @@ LINE_BITS = 40  # of a document's number; the rest is the input file's
 def place_of(number: int) -> tuple[int, int]:
     """(number of the input file, from 0; line, from 1) of a document's number."""
     return number >> LINE_BITS, number & ((1 << LINE_BITS) - 1)
+
+
+def missing_packages(*names: str) -> list[str]:
+    """A complaint for each package that is not installed; for :meth:`Step.problems`."""
+    return [f"needs the package {n}: pip install {n}" for n in names if importlib.util.find_spec(n) is None]
 
 
 @dataclass(slots=True)

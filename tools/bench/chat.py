@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import contextlib
-import io
 import json
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_lite.cli.data_chat import run as data_chat
 from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data.build import build_datasets
 from megatron_lite.data.loader import Loader
@@ -156,9 +154,20 @@ def chat(folder: Path, megabytes: float, workers: int) -> list[str]:
                 str(folder / "tokenizer"),
             ]
             began = time.perf_counter()
-            with contextlib.redirect_stdout(io.StringIO()):
-                code = data_chat([*argv, *template, "--workers", str(number), "--log-interval", "0", "--overwrite"])
-            assert code == 0
+            command = [
+                sys.executable,
+                "-m",
+                "megatron_lite",
+                "data",
+                "chat",
+                *argv,
+                *template,
+                "--workers",
+                str(number),
+            ]
+            subprocess.run(
+                [*command, "--log-interval", "0", "--overwrite"], check=True, stdout=subprocess.DEVNULL, cwd=ROOT
+            )
             ours = source.stat().st_size / 1e6 / (time.perf_counter() - began)
             name = f"data chat, {title}, {number} worker(s), {source.stat().st_size / 1e6:.0f} MB"
             line(name, f"{ours:.1f} MB/s", f"{peer:.1f} MB/s", f"{ours / peer:.1f}")

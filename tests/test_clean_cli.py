@@ -209,6 +209,9 @@ def test_bad_input_is_told_with_file_and_line(good: list[str], tmp_path: Path, c
         (["--wait", "-1"], "0 or more"),
         (["--output", ""], "no name"),
         (["--part", "1/2", "--input", "-"], "standard input"),
+        (["--output", "o", "--keep-dropped", "o/dropped"], "inside --output"),
+        (["--output", "tests/o", "--input", "tests"], "inside --input"),
+        (["--json", "nowhere/r.json"], "no directory nowhere"),
     ],
 )
 def test_flags_are_checked(good: list[str], flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from clean_pipelines import Once, files_of, killed_at, lines_of, one_run, pipeline, plain_loop, records, silent, write_corpus  # isort: skip
+from clean_pipelines import SMALL_BLOCKS, Once, files_of, killed_at, lines_of, one_run, pipeline, plain_loop, records, silent, write_corpus  # isort: skip
 from selectolax.lexbor import LexborHTMLParser
 
+from megatron_lite.clean import pipeline_input
 from megatron_lite.clean.config import Pipeline, StepConfig
 from megatron_lite.clean.pipeline import Run, RunOptions
 from megatron_lite.clean.pipeline_input import shares
@@ -332,6 +333,18 @@ def test_parts_in_any_order_give_one_report(tmp_path: Path) -> None:
             _patient(place, paths, part, 3)
         found.add((place / "report.json").read_bytes())
     assert len(found) == 1
+
+
+def test_progress_is_told(tmp_path: Path, corpus: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_input, "_SAY_EVERY", 0.0)
+    said: list[str] = []
+    for part in (0, 1, 0, 1):
+        try:
+            Run(pipeline(), corpus, tmp_path / "out", RunOptions(part, 2, reading=SMALL_BLOCKS), said.append).run()
+        except PartsMissing:
+            pass
+    rows = [re.fullmatch(r"stage (\d) of 3: (\d+) of (\d+) MB, [\d.]+ MB/s(, about \d+ s left)?", line) for line in said if "waiting" not in line]
+    assert len(rows) > 20 and all(rows) and {row[1] for row in rows if row} == set("123")
 
 
 def test_parts_that_run_at_once_finish_together(tmp_path: Path, corpus: list[Path], whole: Path) -> None:

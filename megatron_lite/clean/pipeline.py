@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from typing import Any
 from megatron_lite import __version__
 from megatron_lite.clean.config import SAVED_BY, Pipeline, StepConfig
 from megatron_lite.clean.counts import StageCounts
-from megatron_lite.clean.pipeline_input import input_blocks, shares
+from megatron_lite.clean.pipeline_input import Progress, input_blocks, shares, spool_blocks
 from megatron_lite.clean.pipeline_keys import Decider, KeyFiles, decide_bucket, decide_now, gather_drops
 from megatron_lite.clean.pipeline_output import Output, dropped_spool, merge_dropped
 from megatron_lite.clean.pipeline_stage import Block, Done, Stage, StepFailed, Worker, cut
@@ -43,8 +42,6 @@ from megatron_lite.config.values import plain
 from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.records import BadInput
-
-_SAY_EVERY = 10.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -210,38 +207,27 @@ class Run:
         if stage.number == 0:
             pieces = shares(self.inputs, options.reading, options.part, options.parts)
             blocks = input_blocks(self.inputs, pieces, options.reading)
+            total = sum(path.stat().st_size for path in self.inputs if str(path) != STANDARD_INPUT) / options.parts
         else:
             spool = self.work.part_directory(stage.number - 1) / "documents" / shard_name(0)
-            blocks = (
-                (Block(stage.number, spool=data) for data in FrameReader(spool).read_frames())
-                if spool.exists()
-                else iter(())
-            )
+            reader = FrameReader(spool) if spool.exists() else None
+            blocks = spool_blocks(stage.number, reader) if reader else iter(())
+            total = reader.bytes if reader else 0
+        progress = Progress(f"stage {stage.number + 1} of {len(self.stages)}", total, self.say)
+        blocks = progress.counted(blocks)
         results = map(self._worker, blocks) if self._pool is None else self._pool.map(blocks)
         try:
-            yield from self._telling(stage, results)
+            for done in results:
+                if done.error is not None:
+                    raise BadInput(done.error)
+                yield done
+                progress.tell()
         except WorkerFailed as error:
             raise StepFailed(str(error)) from None
         except WorkerDied as error:
             where = f" at {error.item.place()}" if isinstance(error.item, Block) else ""
             hint = " Out of memory? Fewer --workers need less." if "SIGKILL" in error.worker else ""
             raise StepFailed(f"{error.worker}{where}.{hint}") from None
-
-    def _telling(self, stage: Stage, results: Iterator[Done]) -> Iterator[Done]:
-        """Pass results on, and tell about the progress; a bad record ends it."""
-        started = said = time.monotonic()
-        documents = 0
-        for done in results:
-            if done.error is not None:
-                raise BadInput(done.error)
-            documents += len(done.lines) + len(done.documents)
-            yield done
-            if time.monotonic() - said > _SAY_EVERY:
-                said = time.monotonic()
-                rate = documents / (said - started)
-                self.say(
-                    f"stage {stage.number + 1} of {len(self.stages)}: {documents:,} documents so far, {rate:,.0f}/s"
-                )
 
     def _decide(self, stage: Stage) -> None:
         """Decide what the keys of all parts drop, as far as others have not."""

@@ -6,12 +6,16 @@ whole file, and the files inside an archive count on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_lite.clean.pipeline_stage import Block
+from megatron_lite.clean.shards import FrameReader
 from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions, Lines, extent, lines_before, open_input
+
+_SAY_EVERY = 10.0  # seconds
 
 
 def shares(inputs: Sequence[Path], reading: InputOptions, part: int, parts: int) -> list[tuple[int, int, int | None]]:
@@ -55,3 +59,47 @@ def input_blocks(
                 block = replace(block, first=block.first + skipped)
                 end = block.first + block.data.count(b"\n")
             yield Block(0, number, base, block)
+
+
+def spool_blocks(stage: int, reader: FrameReader) -> Iterator[Block]:
+    """The documents that the stage before ``stage`` left."""
+    return (Block(stage, spool=data) for data in reader.read_frames())
+
+
+class Progress:
+    """Says now and then how far a part is in a stage.
+
+    Args:
+        what: begins each line.
+        total: bytes to read, about; 0: unknown.
+        say: takes lines.
+    """
+
+    def __init__(self, what: str, total: float, say: Callable[[str], None]) -> None:
+        self._what, self._total, self._say = what, total, say
+        self._begun = self._said = time.monotonic()
+        self._read = 0
+
+    def counted(self, blocks: Iterable[Block]) -> Iterator[Block]:
+        """Pass blocks on and count their bytes, those of files as they lie on the disk."""
+        file, before = -1, 0
+        for block in blocks:
+            if block.block is None:
+                self._read += len(block.spool)
+            else:
+                if block.file != file:  # a part may begin inside the file
+                    file, before = block.file, block.block.offset if isinstance(block.block, Lines) else 0
+                self._read += block.block.taken - before
+                before = block.block.taken
+            yield block
+
+    def tell(self) -> None:
+        """Say it, when the last time is long ago."""
+        now = time.monotonic()
+        if now - self._said > _SAY_EVERY:
+            self._said = now
+            read, seconds = self._read, now - self._begun
+            left = f", about {seconds * (self._total - read) / read:,.0f} s left" if self._total > read > 0 else ""
+            self._say(
+                f"{self._what}: {read / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, {read / 1e6 / seconds:.1f} MB/s{left}"
+            )

@@ -7,6 +7,7 @@ input, 1 anything else, 130 interrupted. After anything but 2 the same command g
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -91,6 +92,15 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         p.error(f"--wait {args.wait}: give 0 or more seconds")
     if not args.output.strip("/ "):
         p.error("--output is given no name: give a directory such as data/clean")
+    output = Path(args.output).absolute()
+    for flag, path in (("--keep-dropped", args.keep_dropped), ("--json", args.json), ("--work", args.work)):
+        if path is not None and (output == path.absolute() or output in path.absolute().parents):
+            p.error(f"{flag} {path}: is inside --output {args.output}, which holds nothing but shards")
+    for directory in filter(os.path.isdir, args.input):
+        if Path(directory).absolute() in (output, *output.parents):
+            p.error(f"--output {args.output}: is inside --input {directory}, whose files are read when the run goes on")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        p.error(f"--json {args.json}: there is no directory {args.json.parent}")
     if args.part[1] > 1 and "-" in args.input:
         p.error("--input -: standard input cannot be read in parts")
     return args

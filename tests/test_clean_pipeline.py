@@ -343,7 +343,8 @@ def test_progress_is_told(tmp_path: Path, corpus: list[Path], monkeypatch: pytes
             Run(pipeline(), corpus, tmp_path / "out", RunOptions(part, 2, reading=SMALL_BLOCKS), said.append).run()
         except PartsMissing:
             pass
-    rows = [re.fullmatch(r"stage (\d) of 3: (\d+) of (\d+) MB, [\d.]+ MB/s(, about \d+ s left)?", line) for line in said if "waiting" not in line]
+    said = [line for line in said if "waiting" not in line]
+    rows = [re.fullmatch(r"stage (\d) of 3: (\d+) of (\d+) MB, [\d.]+ MB/s(, about \d+ s left)?", line) for line in said]
     assert len(rows) > 20 and all(rows) and {row[1] for row in rows if row} == set("123")
 
 

@@ -187,9 +187,10 @@ def test_errors_of_users_are_messages_and_ours_are_not(monkeypatch: pytest.Monke
 
 
 def test_exit_codes_are_those_of_the_docs() -> None:
-    assert sorted(exit_codes.MEANING) == list(range(8))
+    assert sorted(exit_codes.MEANING) == list(range(9))
     assert (exit_codes.DONE, exit_codes.ERROR, exit_codes.CONFIGURATION, exit_codes.NON_FINITE) == (0, 1, 2, 3)
     assert (exit_codes.HANG, exit_codes.SAVE_FAILED, exit_codes.SIGNAL, exit_codes.LIMIT) == (4, 5, 6, 7)
+    assert exit_codes.WAITING == 8
 
 
 # --- train ----------------------------------------------------------------------------------------------------------

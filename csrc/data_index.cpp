@@ -96,6 +96,7 @@ py::tuple blend_indices(const Array<double>& weights, int64_t size) {
 
 void add_text_measures(py::module_& m);  // text_measures.cpp
 void add_minhash(py::module_& m);        // minhash.cpp
+void add_windows(py::module_& m);        // windows.cpp
 
 PYBIND11_MODULE(_index, m) {
   m.def("build_sample_index", &build_sample_index, py::arg("sizes"), py::arg("doc_idx"), py::arg("seq_length"),
@@ -103,4 +104,5 @@ PYBIND11_MODULE(_index, m) {
   m.def("blend_indices", &blend_indices, py::arg("weights"), py::arg("size"));
   add_text_measures(m);
   add_minhash(m);
+  add_windows(m);
 }

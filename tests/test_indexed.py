@@ -121,9 +121,27 @@ def test_document_starts(tmp_path_factory, documents):
             starts.append(position)
             assert {dataset.document_of(p) for p in range(position, position + length)} == {d}
         position += length
-    for a in range(position + 1):
-        for b in range(a, position + 1):
-            assert dataset.document_starts(a, b).tolist() == [p for p in starts if a <= p < b]
+    for compiled in {dataset._borders, None}:  # the compiled search, and NumPy's
+        dataset._borders = compiled
+        for a in range(position + 1):
+            for b in range(a, position + 1):
+                found = dataset.document_starts(a, b)
+                assert found.tolist() == [p for p in starts if a <= p < b] and found.dtype == np.int64
+
+
+def test_the_compiled_search_refuses_what_lies_outside(tmp_path):
+    helper = pytest.importorskip("megatron_lite.data._index", reason="the data helper has not been built")
+    data = bytes(100)
+    helper.Borders(data, 34, 8, 0, 4, 2)
+    for wrong in ((34, 9, 0, 4, 2), (-1, 1, 0, 4, 2), (34, 8, 90, 2, 2), (34, -1, 0, 4, 2), (34, 8, 0, 4, 0), (0, 2**61, 0, 1, 1)):
+        with pytest.raises(ValueError, match="do not lie inside"):
+            helper.Borders(data, *wrong)
+    plain_write(tmp_path / "a", 8, [[[1, 2]], [[3]], [[4]], [[5]], [[6]]])
+    with open(tmp_path / "a.idx", "r+b") as f:  # a border that points nowhere, which opening does not see
+        f.seek(-32, os.SEEK_END)
+        f.write(struct.pack("<q", -5))
+    with pytest.raises(ValueError, match="a document border is no sequence"):
+        IndexedDataset(tmp_path / "a").document_starts(0, 6)
 
 
 def test_eod_is_counted(tmp_path):

@@ -6,6 +6,7 @@ import math
 import time
 import tracemalloc
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_indexed import sparse_dataset
 
+from megatron_lite.data import permutation
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.data.permutation import Permutation, below, key64, mix64, mix64_array
 from megatron_lite.data.stream import TokenStream
@@ -38,6 +40,19 @@ def windows(dataset, seq_length, seed=1, part=None, **options) -> WindowDataset:
 @settings(deadline=None, max_examples=60)
 def test_permutation_is_a_bijection(n, key):
     assert sorted(map(Permutation(n, key), range(n))) == list(range(n))
+
+
+@given(st.one_of(st.integers(1, 3000), st.integers(1, 2**62), st.integers(2**62, 2**70)), st.integers(0, 2**64 - 1), st.data())
+@settings(deadline=None, max_examples=200)
+def test_the_compiled_permutation_is_the_same(n, key, data):
+    if permutation._index is None:
+        pytest.skip("the data helper has not been built")
+    compiled = Permutation(n, key)
+    assert (compiled._compiled is None) == (n > 2**62)
+    with mock.patch.object(permutation, "_index", None):
+        plain = Permutation(n, key)
+    for index in [0, n - 1, *data.draw(st.lists(st.integers(0, n - 1), max_size=10))]:
+        assert compiled(index) == plain(index)
 
 
 def test_permutation_is_uniform():
@@ -202,8 +217,7 @@ def test_wide_numbers_of_sequences():
     n, length = 3 * 2**31, 7
     dataset = IndexedDataset.__new__(IndexedDataset)
     dataset.prefix, dataset._item, dataset.loss_mask = "fake", 4, None
-    dataset.pointers = dataset._fast_pointers = Line(n, 4 * length)
-    dataset.documents = dataset._fast_documents = Line(n + 1, 1)
+    dataset.pointers, dataset.documents, dataset._borders = Line(n, 4 * length), Line(n + 1, 1), None
     dataset.num_sequences = dataset.num_documents = n
     dataset.num_tokens = n * length
     dataset.raw = lambda start, stop: np.arange(start, stop)

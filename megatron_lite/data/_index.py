@@ -13,6 +13,8 @@ if _compiled is None:
 
 build_sample_index = _compiled.build_sample_index
 blend_indices = _compiled.blend_indices
+Permutation = _compiled.Permutation
+Borders = _compiled.Borders
 TextMeasures = _compiled.TextMeasures
 MinHasher = _compiled.MinHasher
 shared = _compiled.shared

@@ -17,21 +17,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import mmap
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_lite.data.access import Access
+from megatron_lite.data.helper import index_helper
 from megatron_lite.data.index_format import HEADER, LENGTH, POINTER, DatasetMeta, IndexHeader, choose_dtype
 from megatron_lite.data.index_writer import IndexedWriter, merge
 
 __all__ = ["DatasetMeta", "IndexedDataset", "IndexedWriter", "choose_dtype", "merge"]
 
+_index = index_helper()
 _SPOT_CHECKS = 32
 _CHUNK = 1 << 20
 
@@ -73,8 +73,10 @@ class IndexedDataset:
         self.lengths = np.frombuffer(files.index, LENGTH, header.sequences, header.lengths_at)
         self.pointers = np.frombuffer(files.index, POINTER, header.sequences, header.pointers_at)
         self.documents = np.frombuffer(files.index, POINTER, header.borders, header.borders_at)
-        self._fast_pointers = _view(files.index, self.pointers, header.pointers_at)
-        self._fast_documents = _view(files.index, self.documents, header.borders_at)
+        self._borders = None  # the compiled search, where there is one
+        if _index is not None and sys.byteorder == "little":
+            places = header.pointers_at, header.sequences, header.borders_at, header.borders
+            self._borders = _index.Borders(files.index, *places, self.dtype.itemsize)
         self.num_sequences, self.num_documents = header.sequences, header.borders - 1
         self._item = self.dtype.itemsize
         size = int(self.pointers[-1]) + int(self.lengths[-1]) * self._item if self.num_sequences else 0
@@ -131,12 +133,13 @@ class IndexedDataset:
         Returns:
             int64, ascending, the positions p with start <= p < stop at which a document that is not empty starts.
         """
-        first = bisect_left(self._fast_pointers, start * self._item)
-        last = bisect_left(self._fast_pointers, stop * self._item, first)
+        if self._borders is not None:
+            return self._borders.starts(start, stop)
+        first = bisect_left(self.pointers, start * self._item)
+        last = bisect_left(self.pointers, stop * self._item, first)
         if first == last:
             return np.empty(0, dtype=np.int64)
-        begin = bisect_left(self._fast_documents, first)
-        borders = self.documents[begin : bisect_left(self._fast_documents, last, begin)]
+        borders = self.documents[bisect_left(self.documents, first) : bisect_left(self.documents, last)]
         starts = self.pointers[borders] // self._item
         other = starts[1:] != starts[:-1]  # an empty document starts where the next one does
         return starts if other.all() else starts[np.concatenate(([True], other))]
@@ -227,13 +230,6 @@ def pieces(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """An array of any length in parts, each with its start."""
     for start in range(0, len(array), _CHUNK):
         yield start, array[start : start + _CHUNK]
-
-
-def _view(index: mmap.mmap | bytes, array: np.ndarray, start: int) -> Any:
-    """The same int64 numbers for ``bisect``: an item of a memoryview costs half of one of an array."""
-    if sys.byteorder != "little" or not len(array):
-        return array
-    return memoryview(index)[start : start + array.nbytes].cast("q")
 
 
 def _sha256(path: Path) -> str:

@@ -7,8 +7,8 @@ half to the other, modulo its size, in eight rounds or more, and repeat the whol
 outside [0, n). a and b are about sqrt(n), so a * b - n < 2 * sqrt(n) and walks are rare. The hash of a round is two
 multiplications of 64 bits with the multipliers of Philox 4x64.
 
-Everything is Python integers: the order is the same on every machine and for every n up to any size. It is made to
-look random to a training run, not to an adversary.
+Everything is Python integers: the order is the same on every machine and for every n up to any size. A compiled helper
+gives the same numbers where it has been built. It is made to look random to a training run, not to an adversary.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import math
 
 import numpy as np
 
+from megatron_lite.data.helper import index_helper
+
+_index = index_helper()
 _MASK = (1 << 64) - 1
 _M0 = 0xD2E7470EE14C6C93
 _M1 = 0xCA5A826395121157
@@ -59,7 +62,7 @@ class Permutation:
         key: 64-bit key, e.g. from :func:`key64`.
     """
 
-    __slots__ = ("_a", "_b", "_keys", "n")
+    __slots__ = ("_a", "_b", "_compiled", "_keys", "n")
 
     def __init__(self, n: int, key: int) -> None:
         assert n >= 1, n
@@ -68,20 +71,19 @@ class Permutation:
         self._b = -(-n // self._a)
         rounds = _ROUNDS if n >= _SMALL else _ROUNDS_SMALL
         self._keys = tuple((mix64(r, key), mix64(r + 1, key)) for r in range(1, rounds + 1, 2))
+        self._compiled = None if _index is None or n > 1 << 62 else _index.Permutation(n, self._a, self._b, self._keys)
 
     def __call__(self, index: int) -> int:
         """Where ``index`` goes."""
         assert 0 <= index < self.n, (index, self.n)
+        if self._compiled is not None:
+            return self._compiled(index)
         a, b = self._a, self._b
         while True:
             right, left = divmod(index, a)
-            for even, odd in self._keys:  # mix64 and below written out: calls were half of the time
-                h = ((right ^ even) * _M0) & _MASK
-                h = ((h ^ (h >> 32)) * _M1) & _MASK
-                left = (left + ((h ^ (h >> 29)) * a >> 64)) % a
-                h = ((left ^ odd) * _M0) & _MASK
-                h = ((h ^ (h >> 32)) * _M1) & _MASK
-                right = (right + ((h ^ (h >> 29)) * b >> 64)) % b
+            for even, odd in self._keys:
+                left = (left + below(mix64(right, even), a)) % a
+                right = (right + below(mix64(left, odd), b)) % b
             index = left + a * right
             if index < self.n:
                 return index

@@ -47,6 +47,13 @@ class TokenStream:
         return self.dataset.document_of(self._base + position)
 
 
+def within(tokens: np.ndarray, vocab_size: int) -> bool:
+    """Whether all ids of a row, in the dtype in which they are stored, are in [0, vocab_size)."""
+    if tokens.dtype.kind != "u":
+        return not tokens.size or (int(np.minimum.reduce(tokens)) >= 0 and int(np.maximum.reduce(tokens)) < vocab_size)
+    return not tokens.size or int(np.maximum.reduce(tokens)) < vocab_size
+
+
 def check_ids(tokens: np.ndarray, vocab_size: int | None, where: str) -> None:
     """Refuse ids that the model has no embedding for.
 

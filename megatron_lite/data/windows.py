@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_lite.data.permutation import Permutation, key64, mix64_array
 from megatron_lite.data.row import Row
-from megatron_lite.data.stream import TokenStream, check_ids
+from megatron_lite.data.stream import TokenStream, check_ids, within
 
 _BLOCK = 64  # epochs between the ones whose first sample is kept
 
@@ -60,8 +60,9 @@ class WindowDataset:
         """Sample j."""
         _, start = self.locate(j)
         stop = start + self.seq_length + 1
-        tokens = self.stream.read(start, stop)
-        if self.vocab_size is not None:
+        stored = self.stream.raw(start, stop)
+        tokens = stored.astype(np.int64)
+        if self.vocab_size is not None and not within(stored, self.vocab_size):
             check_ids(tokens, self.vocab_size, f"{self.stream.name}: sample {j}, tokens {start} to {stop}")
         borders = self.stream.document_starts(start + 1, stop)
         starts = np.zeros(len(borders) + 1, dtype=np.int64)

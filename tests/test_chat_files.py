@@ -168,11 +168,13 @@ def test_a_worker_that_dies_ends_the_run(model: Path, tmp_path: Path, capsys: py
     folder = tokenizer_with(model, tmp_path / "t", CHATML)
     source = lines(tmp_path / "in.jsonl", [{"messages": SYSTEM, "pad": "x" * 5000}] * 2000)
 
+    before = children()  # ranks of other tests
+
     def kill() -> None:
-        while not (children := workers()):
+        while not (workers := children() - before):
             time.sleep(0.01)
         time.sleep(0.2)
-        os.kill(children[0], signal.SIGKILL)
+        os.kill(min(workers), signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -181,9 +183,9 @@ def test_a_worker_that_dies_ends_the_run(model: Path, tmp_path: Path, capsys: py
     assert code == 2 and "was ended by SIGKILL" in err and not list(tmp_path.glob("out*"))
 
 
-def workers() -> list[int]:
-    """Workers of this process."""
-    return [p.pid for p in multiprocessing.active_children() if p.pid is not None]
+def children() -> set[int]:
+    """Processes that this one has started by multiprocessing."""
+    return {p.pid for p in multiprocessing.active_children() if p.pid is not None}
 
 
 def test_no_tokens_without_their_mask(

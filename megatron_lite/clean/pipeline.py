@@ -30,7 +30,6 @@ from megatron_lite.clean.report import as_json, report_data
 from megatron_lite.clean.report_html import as_html
 from megatron_lite.clean.shards import (
     SHARD_BYTES,
-    SPOOL_LEVEL,
     UNCUT,
     FrameReader,
     ShardWriter,
@@ -176,8 +175,8 @@ class Run:
         keyed = None if stage.keyed is None else self.pipeline.steps[stage.keyed]
         (draft / "documents").mkdir()
         with ExitStack() as stack:
-            shard_bytes, level = (options.shard_bytes, 3) if stage.last and self.alone else (UNCUT, SPOOL_LEVEL)
-            writer = stack.enter_context(ShardWriter(draft / "documents", shard_bytes, level=level))
+            shard_bytes = options.shard_bytes if stage.last and self.alone else UNCUT
+            writer = stack.enter_context(ShardWriter(draft / "documents", shard_bytes))
             dropped = stack.enter_context(dropped_spool(draft)) if stage.keep_dropped else None
             decider = Decider(keyed, self.work.scratch(stage.number)) if keyed is not None and stage.decides else None
             files = None

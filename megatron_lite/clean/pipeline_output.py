@@ -21,7 +21,6 @@ from megatron_lite.clean.pipeline_work import WorkDirectory
 from megatron_lite.clean.shards import (
     INDEX,
     LIST,
-    SPOOL_LEVEL,
     UNCUT,
     FrameReader,
     ShardWriter,
@@ -150,7 +149,7 @@ def _lines_from(readers: Sequence[FrameReader], start: int) -> Iterator[tuple[in
 def dropped_spool(directory: Path) -> ShardWriter:
     """Takes lines of dropped documents, each behind its number."""
     (directory / "dropped").mkdir()
-    return ShardWriter(directory / "dropped", UNCUT, level=SPOOL_LEVEL)
+    return ShardWriter(directory / "dropped", UNCUT)
 
 
 def merge_dropped(work: WorkDirectory, stages: int, shard_bytes: int) -> None:

@@ -12,6 +12,7 @@ import random
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from megatron_lite.text.inputs import (
     lines_before,
     name_of,
     open_input,
+    repeated,
 )
 from megatron_lite.text.inputs_bytes import check_encoding, whole_lines
 from megatron_lite.text.records import BadInput, BadRecord
@@ -321,6 +323,40 @@ def test_directories(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="a directory without files"):
         expand_inputs([str(tmp_path / "empty")])
+
+
+def test_directories_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``os.walk`` and ``glob`` pass over them without a word."""
+    closed = tmp_path / "in" / "closed"
+    closed.mkdir(parents=True)
+    for folder in (closed.parent, closed):
+        (folder / "a.jsonl").write_bytes(b"")
+    access, scandir = os.access, os.scandir
+
+    def refuse(path: str) -> Iterator[os.DirEntry[str]]:
+        if Path(path) == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != closed and access(path, mode))
+    monkeypatch.setattr(os, "scandir", refuse)
+    for wrong in ("in", "in/**/*.jsonl", "in/*/*.jsonl", "in/closed/*.jsonl", "*/closed/a.jsonl", "in/**"):
+        with pytest.raises(PermissionError, match=r"in/closed"):
+            expand_inputs([str(tmp_path / wrong)])
+    assert expand_inputs([str(tmp_path / "in" / "*.jsonl")]) == [tmp_path / "in" / "a.jsonl"]
+
+
+def test_files_that_are_named_twice_are_said(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / "a.jsonl"
+    path.write_bytes(b"")
+    (tmp_path / "in" / "b.jsonl").write_bytes(b"")
+    assert repeated(expand_inputs([str(tmp_path / "in")])) is None
+    note = repeated(expand_inputs([str(tmp_path / "in"), str(tmp_path / "*" / "a*")]))
+    assert note == f"note: {path} is named 2 times, and read as often"
+    (tmp_path / "latest.jsonl").symlink_to(path)
+    note = repeated(expand_inputs([str(tmp_path / "in"), str(tmp_path / "latest.jsonl")]))
+    assert note is not None and str(path) in note
 
 
 def test_inputs_are_all_read_or_refused(tmp_path: Path) -> None:

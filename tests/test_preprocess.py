@@ -257,6 +257,12 @@ def test_bad_record_ends_the_run(tmp_path: Path, line: bytes, reason: str) -> No
     assert names(tmp_path) == ["a.jsonl"]
 
 
+def test_reasons_are_told_where_all_records_are_bad(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": 7}, {"text": 8}, b'{"text": "a\tb"}'])
+    with pytest.raises(BadInput, match="3 bad records; 2 bad: the value of 'text' is a number, not a string; 1 bad: not one"):
+        run(path, tmp_path / "out", skip_bad=True)
+
+
 @WORKERS
 def test_bad_records_are_counted_on_request(tmp_path: Path, workers: int) -> None:
     good = ["first", "é 😀", "crlf", "with mark", "last"]

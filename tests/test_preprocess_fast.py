@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import random
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -198,6 +200,20 @@ def test_what_has_no_fast_form(files: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     with pytest.raises(NotFast, match="pip install gigatoken"):
         encoder_of(build(files, "hf"))
+
+
+def test_an_interrupt_while_the_fast_form_is_tried_is_not_lost(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gigatoken swallows one that comes while it imports a package, and goes on without the package."""
+
+    def swallows(tokenizer: Any) -> Encoder:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return Encoder(tokenizer)
+
+    tokenizer = build(files, "hf")
+    monkeypatch.setitem(tokenizer_fast._BUILDERS, type(tokenizer), swallows)
+    with pytest.raises(KeyboardInterrupt):
+        encoder_of(tokenizer)
 
 
 def test_hard_texts_hold_what_they_should(files: Path) -> None:

@@ -294,6 +294,16 @@ def test_a_run_with_other_inputs_or_options_is_refused(
     assert {p.name: p.read_bytes() for p in tmp_path.glob("out*")} == before
 
 
+def test_a_finished_run_is_not_begun_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "1 2"}\n')
+    preprocess([path], str(tmp_path / "out"), options(), resume=True)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with pytest.raises(FileExistsError, match="already there"):
+        preprocess([path], str(tmp_path / "out"), options(), resume=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
 def test_temporaries_that_are_not_those_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = stopped(tmp_path, monkeypatch)
     path = tmp_path / "out_text_document.bin.tmp"

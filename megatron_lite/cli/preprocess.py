@@ -113,7 +113,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs
+    from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs, repeated
     from megatron_lite.text.preprocess import Options, preprocess, summary
     from megatron_lite.text.shares import parse_part
 
@@ -135,6 +135,8 @@ def _run(args: argparse.Namespace) -> int:
     try:
         files = expand_inputs(args.input)
         check_options(reading, files)
+        if note := repeated(files):
+            print(note, file=sys.stderr)
         counts = preprocess(
             files,
             args.output_prefix,

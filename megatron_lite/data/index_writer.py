@@ -90,7 +90,8 @@ class IndexedWriter:
         self._paths = prefix_paths(prefix)
         if not self._paths[0].parent.is_dir():
             raise FileNotFoundError(f"{self._paths[0].parent}: no such directory (for {self.prefix}.bin)")
-        self._refuse_existing()
+        if not overwrite:
+            refuse_existing(self.prefix)
         self._open = False
         self._bin, self._idx, self._borders = (
             LockedFile(self.prefix + suffix) for suffix in (".bin", ".idx", ".borders")
@@ -222,11 +223,6 @@ class IndexedWriter:
             file.sync()
         return WriterState(self.sequences, self.documents, self.tokens, self._largest, sha256)
 
-    def _refuse_existing(self) -> None:
-        found = [str(path) for path in self._paths[:2] if path.exists()]
-        if found and not self.overwrite:
-            raise FileExistsError(f"{' and '.join(found)} already there: give another prefix, or --overwrite")
-
     def _checked(self, array: np.ndarray) -> np.ndarray:
         """The ids in the file's dtype, or ValueError."""
         if array.size == 0:
@@ -299,7 +295,8 @@ class IndexedWriter:
         meta_file.write(meta.to_json().encode())
         for file in (self._bin, self._idx, meta_file):
             file.sync()
-        self._refuse_existing()
+        if not self.overwrite:
+            refuse_existing(self.prefix)
         for path in (idx_path, meta_path):  # from here on, no old index stands beside new tokens
             path.unlink(missing_ok=True)
         self._appender.close()
@@ -317,6 +314,13 @@ class IndexedWriter:
                 file.close()
             else:
                 file.remove()
+
+
+def refuse_existing(prefix: str) -> None:
+    """Raises FileExistsError where tokens or an index stand under a prefix."""
+    found = [str(path) for path in prefix_paths(prefix)[:2] if path.exists()]
+    if found:
+        raise FileExistsError(f"{' and '.join(found)} already there: give another prefix, or --overwrite")
 
 
 def merge(prefixes: Sequence[str | Path], out: str | Path, *, overwrite: bool = False) -> DatasetMeta:

@@ -19,11 +19,12 @@ and unpacked, as blocks are asked for: memory does not grow with the file, excep
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_lite.config.text_files import DAT, LINES, PARQUET, PLAIN, SUPPORTED, TAR, kind_of
 from megatron_lite.text.records import BadRecord
@@ -193,6 +194,7 @@ def expand_inputs(arguments: Sequence[str], flag: str = "--input") -> list[Path]
 
     Raises:
         ValueError: a pattern or directory without a file, a file that is not there, or a kind that is not read.
+        OSError: a directory that cannot be read.
     """
     files: list[Path] = []
     for argument in arguments:
@@ -200,6 +202,7 @@ def expand_inputs(arguments: Sequence[str], flag: str = "--input") -> list[Path]
         if path.is_dir():
             files += _below(argument, flag)
         elif has_magic(argument) and not path.exists():
+            _refuse_unreadable(path, flag)
             found = sorted(Path(f) for f in glob(argument, recursive=True))
             if not found:
                 raise ValueError(f"{flag} {argument}: no file matches; supported are {SUPPORTED}")
@@ -216,11 +219,31 @@ def expand_inputs(arguments: Sequence[str], flag: str = "--input") -> list[Path]
     return files
 
 
+def repeated(files: Sequence[Path]) -> str | None:
+    """A note where a file is named more than once, perhaps through a link or by two patterns."""
+    places = Counter(os.path.realpath(path) for path in files)
+    twice = [path for path, number in places.items() if number > 1]
+    if not twice:
+        return None
+    more = f" (as {len(twice) - 1} more are)" if len(twice) > 1 else ""
+    return f"note: {twice[0]} is named {places[twice[0]]} times, and read as often{more}"
+
+
+def _refuse_unreadable(pattern: Path, flag: str) -> None:
+    """Raises PermissionError for a directory in which the pattern cannot look, which ``glob`` passes over."""
+    last = pattern / "*" if pattern.name == "**" else pattern
+    for parent, child in zip(last.parents, (last, *last.parents), strict=False):
+        mode = os.X_OK | (os.R_OK if has_magic(child.name) else 0)
+        for place in glob(str(parent), recursive=True):
+            if os.path.isdir(place) and not os.access(place, mode):
+                raise PermissionError(f"{flag} {pattern}: {place} cannot be read (no permission)")
+
+
 def _below(directory: str, flag: str) -> list[Path]:
     """Files of a directory, recursively, in the order of their names."""
     files: list[Path] = []
     seen: set[str] = set()
-    for top, names, inside in os.walk(directory, followlinks=True):
+    for top, names, inside in os.walk(directory, onerror=_raise, followlinks=True):
         names[:] = [n for n in names if not n.startswith(".")]
         if (real := os.path.realpath(top)) in seen:
             raise ValueError(f"{flag} {directory}: {top} is reached a second time, through a link")
@@ -238,6 +261,10 @@ def _below(directory: str, flag: str) -> list[Path]:
     if not files:
         raise ValueError(f"{flag} {directory}: a directory without files; supported are {SUPPORTED}")
     return files
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def check_options(options: InputOptions, files: Sequence[Path]) -> None:

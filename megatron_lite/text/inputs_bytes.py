@@ -63,7 +63,11 @@ def is_wide(encoding: str) -> bool:
 
 def open_file(path: str) -> IO[bytes]:
     """The file of that name, or standard input."""
-    return sys.stdin.buffer if path == STANDARD_INPUT else open(path, "rb", buffering=0)
+    if path != STANDARD_INPUT:
+        return open(path, "rb", buffering=0)
+    if sys.stdin is None:
+        raise BadInput("standard input is closed")
+    return sys.stdin.buffer
 
 
 def shown_name(path: str) -> str:

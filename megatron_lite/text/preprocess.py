@@ -24,7 +24,7 @@ from itertools import chain
 from pathlib import Path
 
 from megatron_lite.data.index_format import prefix_paths
-from megatron_lite.data.index_writer import IndexedWriter
+from megatron_lite.data.index_writer import IndexedWriter, refuse_existing
 from megatron_lite.data.locked_file import interrupts_held
 from megatron_lite.text.ahead import ahead
 from megatron_lite.text.encode import (
@@ -122,6 +122,8 @@ def preprocess(
     tokenizer = options.tokenizer()  # before any work: a tokenizer without an end token is refused here
     reading = replace(reading or InputOptions(), keys=options.keys)
     whole = shares(inputs, reading, part)
+    for key in () if overwrite else options.keys:
+        refuse_existing(_output(output_prefix, key))  # before a journal is begun
     total = Counts()
     with ExitStack() as stack:
         journal = Journal(output_prefix, _identity(inputs, options, reading, tokenizer, part), keep=resume)
@@ -154,9 +156,12 @@ def preprocess(
             taken = _taken(whole, share, block)
             progress.show(total, taken)
         if not total.documents:
+            size = max(total.bytes, sum(s.size for s in whole))
             raise BadInput(
-                f"no documents were written: {len(whole)} file(s) of {total.bytes} bytes held {total.empty} empty and "
-                f"{sum(total.bad.values())} bad records" + (f" in part {part[0]} of {part[1]}" if part else "")
+                f"no documents were written: {len(whole)} file(s) of {size} bytes held {total.empty} empty "
+                f"and {sum(total.bad.values())} bad records"
+                + (f" in part {part[0]} of {part[1]}" if part else "")
+                + "".join(f"; {n} bad: {why}" for why, n in total.bad.most_common())
             )
         published = False
         try:
@@ -180,6 +185,10 @@ def _identity(
     return {"inputs": files, **named, **flags, "encoding": reading.encoding, "separator": reading.separator}
 
 
+def _output(prefix: str, key: str) -> str:
+    return f"{prefix}_{key}_document"
+
+
 def _writers(
     stack: ExitStack,
     prefix: str,
@@ -193,7 +202,7 @@ def _writers(
     writers: list[IndexedWriter] = []
     for i, key in enumerate(options.keys):
         writer = IndexedWriter(
-            f"{prefix}_{key}_document",
+            _output(prefix, key),
             vocab_size=tokenizer.vocab_size,
             eod_id=tokenizer.eod_id if options.append_eod else None,
             tokenizer=tokenizer.fingerprint,

@@ -77,7 +77,7 @@ def _parse_leniently(line: bytes) -> Any:
         place = len(line[: e.start].decode("utf-8")) + 1
         raise BadRecord(NOT_DECODABLE, f" (character {place} of the line)") from None
     except json.JSONDecodeError as e:
-        raise BadRecord("not one JSON value", f" ({e.msg} at character {e.colno})") from None
+        raise BadRecord("not one JSON value", f" ({e.msg.removesuffix(' at')} at character {e.colno})") from None
     except ValueError as e:  # a number of more digits than Python reads
         raise BadRecord("not one JSON value", f" ({e})") from None
     except RecursionError:

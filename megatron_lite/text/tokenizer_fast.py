@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_lite.data.locked_file import interrupts_held
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_lite.text.tokenizer_bpe import Gpt2BpeTokenizer, TiktokenTokenizer, has_long_space
 from megatron_lite.text.tokenizer_probes import hard_texts, unassigned
@@ -151,10 +152,11 @@ def encoder_of(tokenizer: Tokenizer, texts: Sequence[str] = (), prove: bool = Tr
     except ImportError as error:
         raise NotFast(f"the gigatoken package is not installed ({error}): pip install gigatoken") from None
     try:
-        encoder = build(tokenizer)
-        if prove:
-            compared = [*hard_texts(tokenizer), *texts]
-            encoder.check(compared, encoder.encode(compared), range(len(compared)))
+        with interrupts_held():  # gigatoken imports packages at its first call, and goes on when that is interrupted
+            encoder = build(tokenizer)
+            if prove:
+                compared = [*hard_texts(tokenizer), *texts]
+                encoder.check(compared, encoder.encode(compared), range(len(compared)))
     except NotFast:
         raise
     except FastDiffers as error:
@@ -162,9 +164,8 @@ def encoder_of(tokenizer: Tokenizer, texts: Sequence[str] = (), prove: bool = Tr
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # gigatoken's parsers raise many kinds, and panic with a BaseException
-        raise NotFast(
-            f"gigatoken cannot take this tokenizer: {str(error).splitlines()[0] or type(error).__name__}"
-        ) from None
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise NotFast(f"gigatoken cannot take this tokenizer: {why}") from None
     return encoder
 
 

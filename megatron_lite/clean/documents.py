@@ -101,6 +101,15 @@ def _record(line: bytes, text_key: str) -> dict[str, Any]:
     return record
 
 
+def _loads(line: bytes) -> Any:
+    """A value that :func:`_dump` wrote."""
+    try:
+        value = orjson.loads(line)
+        return json.loads(line) if _rounded(value) else value
+    except orjson.JSONDecodeError:
+        return json.loads(line)
+
+
 def _rounded(value: Any) -> bool:
     """Whether a value may hold a whole number that orjson, which has 64 bits for it, read as a float."""
     kind = type(value)
@@ -129,15 +138,25 @@ def _dump(value: Any) -> bytes:
 
 def output_line(document: Document, keys: Keys) -> bytes:
     """The record of a document: its text first, then its other fields as they were."""
+    return _dump(_output(document, keys))
+
+
+def _output(document: Document, keys: Keys) -> dict[str, Any]:
     record = {keys.text_key: document.text, **document.record}
     if keys.language_key and document.language != _language(document.record, keys):
         record[keys.language_key] = document.language
-    return _dump(record)
+    return record
+
+
+def read_output(line: bytes, keys: Keys, number: int, source: str, language: str | None) -> Document:
+    """The document of an output line; what the line does not hold is given."""
+    record = _loads(line)
+    return Document(record.pop(keys.text_key), number, source, record, language)
 
 
 def dropped_line(document: Document, keys: Keys, step: str) -> bytes:
     """The record of a dropped document as the step saw it, with the reason and the step."""
-    return _dump({keys.text_key: document.text, **document.record, "dropped": document.dropped, "step": step})
+    return _dump({**_output(document, keys), "dropped": document.dropped, "step": step})
 
 
 def spool_line(document: Document) -> bytes:
@@ -149,11 +168,6 @@ def read_spool(data: bytes) -> list[Document]:
     """The documents of whole spool lines."""
     documents = []
     for line in data.splitlines():
-        try:
-            fields = orjson.loads(line)
-            exact = not _rounded(fields[4])
-        except orjson.JSONDecodeError:
-            exact = False
-        number, source, language, text, record = fields if exact else json.loads(line)
+        number, source, language, text, record = _loads(line)
         documents.append(Document(text, number, source, record, language))
     return documents

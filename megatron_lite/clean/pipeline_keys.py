@@ -15,7 +15,8 @@ from typing import IO, Any
 import numpy as np
 
 from megatron_lite.clean.config import StepConfig
-from megatron_lite.clean.pipeline_stage import DROPS, Done, Stage, apply_drops, corpus_step, read_array, taken
+from megatron_lite.clean.documents import read_output, read_spool
+from megatron_lite.clean.pipeline_stage import DROPS, Done, Stage, apply_drops, corpus_step, line_of, read_array, taken
 from megatron_lite.clean.shards import write_whole
 from megatron_lite.clean.step import bucket_path
 
@@ -66,14 +67,31 @@ class Decider:
 
 
 def decide_now(stage: Stage, decider: Decider, done: Done) -> None:
-    """Decide the keys of a block as it comes, drop, count, and write what is left."""
+    """Decide the keys of a block as it comes, and drop; the worker has written and counted all documents as kept."""
     assert stage.keyed is not None and done.keys is not None
+    drops = decider.decide_block(done.keys)
+    meant = set(drops["number"].tolist())
+    places = [at for at, head in enumerate(done.heads) if head[0] in meant] if meant else []
+    if not places:
+        return
+    documents = [
+        read_output(done.lines[at], stage.keys, *done.heads[at]) if stage.last else read_spool(done.lines[at])[0]
+        for at in places
+    ]
     counts = done.counts.step(stage.keyed)
-    counts.came(done.documents)
-    apply_drops(decider.step, done.documents, decider.decide_block(done.keys))
-    kept, dropped = counts.left(done.documents, stage.label(stage.keyed))
+    counts.take_back(documents)
+    lengths = done.counts.lengths
+    if stage.last:
+        lengths.subtract(len(d.text).bit_length() for d in documents)
+    apply_drops(decider.step, documents, drops)
+    kept, dropped = counts.left(documents, stage.label(stage.keyed))
+    if stage.last:
+        lengths.update(len(d.text).bit_length() for d in kept)
+        done.counts.lengths = +lengths  # without bins that are empty now
     done.take_dropped(stage, stage.keyed, dropped)
-    done.write(stage, kept)
+    for at, document in zip(places, documents, strict=True):
+        done.lines[at] = b"" if document.dropped is not None else line_of(stage, document)
+    done.lines = [line for line in done.lines if line]
 
 
 class KeyFiles:

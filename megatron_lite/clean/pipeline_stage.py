@@ -125,8 +125,8 @@ class Done:
     """A block after a worker.
 
     Attributes:
-        lines: the documents that are left, written for where they go; empty when the stage decides.
-        documents: the documents themselves, when the stage decides.
+        lines: the documents that are left, written for where they go.
+        heads: number, source and language of each, when the stage decides.
         dropped: (number, line) of dropped documents, when these are kept.
         keys: of the stage's corpus step.
         counts: of this block.
@@ -134,7 +134,7 @@ class Done:
     """
 
     lines: list[bytes] = field(default_factory=list)
-    documents: list[Document] = field(default_factory=list)
+    heads: list[tuple[int, str, str | None]] = field(default_factory=list)
     dropped: list[tuple[int, bytes]] = field(default_factory=list)
     keys: np.ndarray | None = None
     counts: StageCounts = field(default_factory=StageCounts)
@@ -152,7 +152,12 @@ class Done:
             self.counts.first, self.counts.last = documents[0].number, documents[-1].number
         if stage.last:
             self.counts.lengths.update(len(d.text).bit_length() for d in documents)
-        self.lines = [output_line(d, stage.keys) if stage.last else spool_line(d) for d in documents]
+        self.lines = [line_of(stage, d) for d in documents]
+
+
+def line_of(stage: Stage, document: Document) -> bytes:
+    """A document as the stage writes it."""
+    return output_line(document, stage.keys) if stage.last else spool_line(document)
 
 
 def apply_drops(step: CorpusStep, documents: Sequence[Document], drops: np.ndarray) -> None:
@@ -213,10 +218,12 @@ class StageWorker:
             with _named(stage, stage.keyed, block):
                 done.keys = self._keyed.keys(documents)
             done.counts.step(stage.keyed).done.update(taken(self._keyed.counts))
-        if stage.decides:
-            done.documents = documents
-        else:
-            done.write(stage, documents)
+        if stage.decides and stage.keyed is not None:  # most are kept: counted so here, and corrected by who decides
+            counts = done.counts.step(stage.keyed)
+            counts.came(documents)
+            counts.left(documents, "")
+            done.heads = [(d.number, d.source, d.language) for d in documents]
+        done.write(stage, documents)
         return done
 
     def _pass(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -110,18 +110,20 @@ class _Stop(Exception):
         super().__init__(number, f"{what}: {excerpt(line)}")
 
 
-class _Record(NamedTuple):
-    number: int  # of its line or document
-    start: bytes  # of what stands there; the line
-    texts: list[str]
+class _Records(NamedTuple):
+    """Records with something to tokenize: the number of each line (or document), what stands there, and its texts by key."""
+
+    numbers: Sequence[int]
+    starts: Sequence[bytes]
+    columns: list[list[str]]
 
 
 def encode_block(encoder: Encoder, options: Options, work: Work) -> Encoded:
     """Parse and tokenize a block."""
     found = Encoded(Counts())
     try:
-        records = list(_records(work.block, options, found.counts))
-        pieces = [_pieces([r.texts[k] for r in records], options) for k in range(len(options.keys))]
+        records = _records(work.block, options, found.counts)
+        pieces = [_pieces(texts, options) for texts in records.columns]
         try:
             ids = [encoder.encode(texts) for texts, _ in pieces]
         except (KeyboardInterrupt, SystemExit):
@@ -129,7 +131,7 @@ def encode_block(encoder: Encoder, options: Options, work: Work) -> Encoded:
         except BaseException:  # compiled tokenizers panic with a BaseException of their own
             records, pieces, ids = _one_by_one(encoder.tokenizer, options, records, found.counts)
         else:
-            if work.compare and encoder.is_fast and records:
+            if work.compare and encoder.is_fast and records.numbers:
                 _compare(encoder, records, pieces[0], ids[0], work.compare)
                 found.counts.compared += work.compare
     except _Stop as stop:
@@ -144,18 +146,52 @@ def _refuse(options: Options, counts: Counts, number: int, line: bytes, why: Bad
     counts.bad[why.reason] += 1
 
 
-def _records(block: Lines | Texts, options: Options, counts: Counts) -> Iterator[_Record]:
-    """Records whose texts are more than white space; the others are counted, or end the run."""
-    for number, start, texts in _lines(block, options) if isinstance(block, Lines) else _documents(block, options):
-        if isinstance(texts, BadRecord):
-            _refuse(options, counts, number, start, texts)
-        elif not all(texts) or any(map(str.isspace, texts)):
-            counts.empty += 1
-        else:
-            counts.bytes += 0 if isinstance(block, Lines) else sum(map(len, texts))
-            yield _Record(number, start, texts)
+def _records(block: Lines | Texts, options: Options, counts: Counts) -> _Records:
+    """The records of a block; empty and bad ones are counted, or end the run."""
     if isinstance(block, Lines):
         counts.bytes += len(block.data)
+    found = _quickly(block, options.keys) if isinstance(block, Lines) else None
+    if found is None:
+        numbers: list[int] = []
+        starts: list[bytes] = []
+        columns: list[list[str]] = [[] for _ in options.keys]
+        for number, start, texts in _lines(block, options) if isinstance(block, Lines) else _documents(block, options):
+            if isinstance(texts, BadRecord):
+                _refuse(options, counts, number, start, texts)
+                continue
+            numbers.append(number)
+            starts.append(start)
+            for column, text in zip(columns, texts, strict=True):
+                column.append(text)
+        found = _Records(numbers, starts, columns)
+    if isinstance(block, Texts):
+        counts.bytes += sum(len(text) for texts in found.columns for text in texts)
+    if all(all(texts) and not any(map(str.isspace, texts)) for texts in found.columns):
+        return found
+    keep = [i for i, texts in enumerate(zip(*found.columns, strict=True)) if all(t and not t.isspace() for t in texts)]
+    counts.empty += len(found.numbers) - len(keep)
+    columns = [[texts[i] for i in keep] for texts in found.columns]
+    return _Records([found.numbers[i] for i in keep], [found.starts[i] for i in keep], columns)
+
+
+def _quickly(block: Lines, keys: Sequence[str]) -> _Records | None:
+    """The records of a block in which every line is one, by the shortest way; None if one is blank, bad or unusual."""
+    loads = orjson.loads
+    lines = block.data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    try:
+        if len(keys) == 1:
+            key = keys[0]
+            columns = [[loads(line)[key] for line in lines]]
+        else:
+            records = [loads(line) for line in lines]
+            columns = [[record[key] for record in records] for key in keys]
+    except (ValueError, TypeError, LookupError):
+        return None
+    if any({*map(type, texts)} != {str} for texts in columns):
+        return None
+    return _Records(range(block.first, block.first + len(lines)), lines, columns)
 
 
 def _lines(block: Lines, options: Options) -> Iterator[tuple[int, bytes, list[str] | BadRecord]]:
@@ -165,7 +201,7 @@ def _lines(block: Lines, options: Options) -> Iterator[tuple[int, bytes, list[st
         try:
             record = loads(line)
             texts = [record[key] for key in keys]
-        except (ValueError, TypeError, KeyError, IndexError):
+        except (ValueError, TypeError, LookupError):
             texts = [None]
         if {*map(type, texts)} != {str}:  # blank, bad, or read by wider rules
             line = line.removeprefix(BYTE_ORDER_MARK)
@@ -200,31 +236,35 @@ Pieces = tuple[list[str], np.ndarray | None]
 
 
 def _one_by_one(
-    tokenizer: Tokenizer, options: Options, records: list[_Record], counts: Counts
-) -> tuple[list[_Record], list[Pieces], list[Ids]]:
+    tokenizer: Tokenizer, options: Options, records: _Records, counts: Counts
+) -> tuple[_Records, list[Pieces], list[Ids]]:
     """The records that the tokenizer takes, when it does not take all."""
-    taken: list[_Record] = []
+    numbers: list[int] = []
+    starts: list[bytes] = []
+    columns: list[list[str]] = [[] for _ in options.keys]
     encoded: list[list[list[int]]] = [[] for _ in options.keys]
-    for record in records:
+    for number, start, *texts in zip(records.numbers, records.starts, *records.columns, strict=True):
         try:
-            ids = [tokenizer.encode_batch(_pieces([text], options)[0]) for text in record.texts]
+            ids = [tokenizer.encode_batch(_pieces([text], options)[0]) for text in texts]
         except (KeyboardInterrupt, SystemExit):
             raise
         except ValueError as error:
             why = BadRecord("the tokenizer cannot encode the text", f" ({error})")
-            _refuse(options, counts, record.number, record.start, why)
+            _refuse(options, counts, number, start, why)
         except BaseException as error:
             what = f"the tokenizer failed ({type(error).__name__}: {error})"
-            raise _Stop(record.number, what, record.start) from None
+            raise _Stop(number, what, start) from None
         else:
-            taken.append(record)
-            for column, sequences in zip(encoded, ids, strict=True):
-                column += sequences
-    pieces = [_pieces([r.texts[k] for r in taken], options) for k in range(len(options.keys))]
-    return taken, pieces, [flat(sequences) for sequences in encoded]
+            numbers.append(number)
+            starts.append(start)
+            for column, text, lists, sequences in zip(columns, texts, encoded, ids, strict=True):
+                column.append(text)
+                lists += sequences
+    pieces = [_pieces(texts, options) for texts in columns]
+    return _Records(numbers, starts, columns), pieces, [flat(sequences) for sequences in encoded]
 
 
-def _compare(encoder: Encoder, records: list[_Record], pieces: Pieces, ids: Ids, number: int) -> None:
+def _compare(encoder: Encoder, records: _Records, pieces: Pieces, ids: Ids, number: int) -> None:
     """Compare the ids of some texts with the reference's: those with the rarest characters."""
     texts, counts = pieces
     rarest = sorted(range(len(texts)), key=lambda i: (len(texts[i]) > _LONG, -ord(max(texts[i]))))[:number]
@@ -233,7 +273,7 @@ def _compare(encoder: Encoder, records: list[_Record], pieces: Pieces, ids: Ids,
     except FastDiffers as error:
         at = error.index if counts is None else int(np.searchsorted(np.cumsum(counts), error.index, side="right"))
         what = f"{error}; run with --no-fast-tokenizer"
-        raise _Stop(records[at].number, what, records[at].start) from None
+        raise _Stop(records.numbers[at], what, records.starts[at]) from None
 
 
 def _pack(found: Encoded, tokenizer: Tokenizer, options: Options, columns: list[tuple[Ids, np.ndarray | None]]) -> None:

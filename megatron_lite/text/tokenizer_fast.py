@@ -31,7 +31,7 @@ from megatron_lite.text.tokenizer import HuggingFaceTokenizer, SentencePieceToke
 from megatron_lite.text.tokenizer_bpe import Gpt2BpeTokenizer, TiktokenTokenizer, has_long_space
 from megatron_lite.text.tokenizer_probes import hard_texts, unassigned
 
-_MOST_REMEMBERED = 1 << 29  # bytes
+_MOST_REMEMBERED = 1 << 30  # bytes
 
 
 class Ids(NamedTuple):
@@ -189,21 +189,19 @@ def _mixed(
 class _Backend:
     """gigatoken's batch call on the calling thread, as arrays.
 
-    It remembers every word that it has seen, so it is made anew when the process has grown by ``_MOST_REMEMBERED``.
+    It remembers every word that it has seen, so it is made anew when the process has grown by ``_MOST_REMEMBERED``. Threads
+    may share it.
     """
 
     def __init__(self, make: Callable[[], Any], first_id: int = 0) -> None:
         self._make, self._first_id = make, first_id
-        self._anew()
-
-    def _anew(self) -> None:
-        self._backend: Any = None  # the old one goes first
-        self._backend = self._make()
+        self._backend = make()
         self._limit = _resident() + _MOST_REMEMBERED
 
     def __call__(self, texts: list[str]) -> Ids:
         if _resident() > self._limit:
-            self._anew()
+            self._backend = self._make()
+            self._limit = max(self._limit, _resident() + _MOST_REMEMBERED // 4)
         rows = self._backend.encode_batch(texts, parallel=False).layout
         ids, starts = np.asarray(rows.content.data), np.asarray(rows.offsets.data)
         return Ids(ids + np.uint32(self._first_id) if self._first_id else ids, np.diff(starts))

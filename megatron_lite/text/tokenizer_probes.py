@@ -40,8 +40,8 @@ _HARD = (
 def _tables() -> tuple[np.ndarray, np.ndarray]:
     """For each code point, whether it is unassigned; the same for UTF-16 units, where a surrogate counts as unassigned."""
     table = np.ones(0x110000, dtype=bool)
-    for code in (*_PLANES, *_TAGS):
-        table[code] = unicodedata.category(chr(code)) == "Cn"
+    for codes in (_PLANES, _TAGS):
+        table[codes.start : codes.stop] = np.array([*map(unicodedata.category, map(chr, codes))]) == "Cn"
     table[_PRIVATE:] = False
     units = table[:0x10000].copy()
     units[0xD800:0xE000] = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_toys import MOCK, SAMPLES, TINY, assert_same_run, info_here, make_data, steps_of, train_here, trained
+from train_toys import MOCK, SAMPLES, TINY, assert_same_run, make_data, opened_in, steps_of, train_here, trained
 
-from megatron_lite.config.load import load
 from megatron_lite.config.problem import ConfigError
 from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data.batch import make_batch
@@ -24,11 +22,7 @@ from megatron_lite.data.curriculum import Curriculum, ShorterRows, Stage, Staged
 from megatron_lite.data.index_writer import IndexedWriter
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.row import Row
-from megatron_lite.mesh.layout import Layout
-from megatron_lite.mesh.mesh import ProcessMesh
-from megatron_lite.optim.batch_size import BatchSchedule
 from megatron_lite.testing.ranks import run_ranks
-from megatron_lite.train.datasets import open_data
 
 S = 12
 
@@ -254,28 +248,15 @@ def test_shorter_rows_of_other_orders(options: dict[str, Any], tmp_path: Path) -
     assert batch.max_seqlen == 3 and built.train.row(2).cuts is None and built.curriculum is not None
 
 
-def open_with_own_file(paths: list[str]) -> str:
-    """What a rank says that finds its own file under the name of the curriculum."""
-    info = info_here()
-    path = paths[info.rank]
-    config = load(shlex.split(f"{MOCK} --train-iters 4 --curriculum {path}")).config
-    mesh = ProcessMesh.open(Layout(dp=info.world_size))
-    try:
-        open_data(config, mesh, BatchSchedule.constant(4), 4, 16).close()
-    except ValueError as error:
-        return str(error)
-    finally:
-        mesh.close()
-    return "the same"
-
-
 def test_ranks_that_read_other_stages_are_told_apart(tmp_path: Path) -> None:
     texts = ["stages:\n- {at: 0, seq_length: 8}\n", "stages:\n- {seq_length: 8, at: 0}\n", "stages:\n- {at: 0, seq_length: 4}\n"]
     for name, text in zip("abc", texts, strict=True):
-        (tmp_path / f"{name}.yaml").write_text(text)
-    a, b, c = (str(tmp_path / f"{name}.yaml") for name in "abc")
-    assert run_ranks(2, open_with_own_file, [a, b], timeout=120) == ["the same"] * 2
-    for said in run_ranks(2, open_with_own_file, [a, c], timeout=120):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, text)
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    flags = f"{MOCK} --train-iters 4 --curriculum c.yaml"
+    assert run_ranks(2, opened_in, [a, b], flags, timeout=120) == [""] * 2
+    for said in run_ranks(2, opened_in, [a, c], flags, timeout=120):
         assert "data.curriculum: " in said and "on rank 0" in said and "on rank 1" in said
 
 

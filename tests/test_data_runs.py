@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from train_toys import TINY, make_data, train_here, trained
+from chat_toys import save_tokenizer
+from train_toys import TINY, make_data, opened_in, train_here, trained
 
 from megatron_lite.cli import data_index
 from megatron_lite.config import exit_codes
 from megatron_lite.config.problem import ConfigError
+from megatron_lite.data.index_writer import IndexedWriter
 from megatron_lite.data.megatron_order import MegatronDataset
+from megatron_lite.testing.ranks import run_ranks
 from megatron_lite.train.metrics import read_lines
 
 RUN = f"{TINY} --train-iters 3 --split 1 --micro-batch-size 1"
@@ -42,8 +45,6 @@ def look(built: Any) -> Iterator[None]:
 
 def on_ranks(argv: str) -> dict[str, Any]:
     """One run on two pipeline stages and two data-parallel ranks, as each rank sees it."""
-    from megatron_lite.testing.ranks import run_ranks
-
     answers = run_ranks(4, train_here, argv, look, timeout=120)
     assert [a.code for a in answers] == [0] * 4, answers
     return {"rank": [a.extra for a in answers], "text": answers[0].text}
@@ -141,7 +142,7 @@ def test_what_fails_fails_on_every_rank(tmp_path):
         "the sha256 of its copy is not the one in .meta.json",
         "--stage-dir",
         "none.bin and file://",
-        "the orders of samples cannot be kept: ",
+        "their orders not be kept: ",
         "a remote prefix needs --data-cache-path DIR",
         "Protocol not known",
         "no such file",
@@ -150,3 +151,22 @@ def test_what_fails_fails_on_every_rank(tmp_path):
     for outcome, reason in zip(outcomes, reasons, strict=True):
         assert outcome.code == exit_codes.CONFIGURATION and reason in outcome.error, (reason, outcome)
     assert not list((tmp_path / "stage").glob("*.staged.json"))
+
+
+def test_nodes_with_files_of_their_own(tmp_path):
+    """The same name: files of one content are good; other tokens or a tokenizer that one node lacks are told by every rank."""
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+        make_data(folder)
+    with IndexedWriter(folders[2] / "toy_text_document", vocab_size=61, eod_id=60, overwrite=True) as writer:
+        writer.add_document([7] * 369)
+    a, b, c = map(str, folders)
+    flags = f"{RUN} --data-path toy_text_document"
+    assert run_ranks(2, opened_in, [a, b], flags, timeout=120) == ["", ""]
+    for said in run_ranks(2, opened_in, [a, c], flags, timeout=120):
+        assert "datasets.toy_text_document: " in said and "on rank 0" in said and "on rank 1" in said
+    save_tokenizer(folders[1])
+    flags = flags.replace("--tokenizer-type NullTokenizer", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json")
+    for said in run_ranks(2, opened_in, [a, b], flags, timeout=120):
+        assert "tokenizer.json" in said and "No such file" in said

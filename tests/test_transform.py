@@ -90,6 +90,8 @@ def test_any_layout_and_any_start_gives_the_same_rows(workers: int) -> None:
         (lambda r, g: replace(r, starts=np.array([], dtype=np.int64)), "gave starts of documents"),
         (lambda r, g: replace(r, cuts=np.array([0, 4])), "gave cuts that are not ascending positions from 1 to 23"),
         (lambda r, g: replace(r, loss_mask=np.ones(25)), r"gave a loss mask of shape \[25\], not \[24\]"),
+        (lambda r, g: replace(r, loss_mask=np.full(24, 0.5)), "gave a loss mask with other values than 0 and 1"),
+        (lambda r, g: replace(r, loss_mask=np.full(24, 2, np.uint8)), "gave a loss mask with other values than 0 and 1"),
         (lambda r, g: 1 / 0, "ZeroDivisionError: division by zero"),
     ],
 )

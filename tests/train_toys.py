@@ -22,12 +22,17 @@ import torch.distributed as dist
 from megatron_lite.checkpoint.load import Reader
 from megatron_lite.checkpoint.manifest import step_directory
 from megatron_lite.cli.train import prepare, read
+from megatron_lite.config.load import load
 from megatron_lite.data.index_writer import IndexedWriter
+from megatron_lite.mesh.layout import Layout
 from megatron_lite.mesh.local import RankInfo
+from megatron_lite.mesh.mesh import ProcessMesh
+from megatron_lite.optim.batch_size import BatchSchedule
 from megatron_lite.tensor.spec import Rectangle
 from megatron_lite.testing.equal import EXACT_ZERO, STAYS
 from megatron_lite.testing.ranks import run_ranks
 from megatron_lite.train.build import Built, build
+from megatron_lite.train.datasets import open_data
 from megatron_lite.train.guard import Guard
 from megatron_lite.train.loop import code_of, requests
 from megatron_lite.train.metrics import read_lines
@@ -110,6 +115,20 @@ def train_here(
         return Outcome(code_of(error), str(error), None, printed.getvalue())
     finally:
         torch.set_num_threads(threads)
+
+
+def opened_in(folders: list[str], flags: str) -> str:
+    """What this rank says when it opens its data in a directory of its own: nothing, or the error."""
+    info = info_here()
+    with contextlib.chdir(folders[info.rank]):
+        config, mesh = load(shlex.split(flags)).config, ProcessMesh.open(Layout(dp=info.world_size))
+        try:
+            open_data(config, mesh, BatchSchedule.constant(4), 4, 16).close()
+        except ValueError as error:
+            return str(error)
+        finally:
+            mesh.close()
+    return ""
 
 
 def several_here(runs: list[tuple[Any, ...]]) -> list[Outcome]:

@@ -60,6 +60,8 @@ def build_datasets(
     groups = _groups(data, result.problems)
     opened, found = open_all((s.prefix for sources, _ in groups.values() for s in sources), access)
     result.problems += found
+    for name, d in opened.items():
+        result.seen[name] = [d.num_documents, len(d), d.num_tokens, d.meta and d.meta.sha256_bin]
     result.eod_id, found = agreed_eod(opened, eod_id)
     result.problems += found + vocabulary_problems(opened, vocab_size)
     result.notices += tokenizer_notices(opened, fingerprint)

@@ -36,6 +36,8 @@ class Datasets:
         problems: what must be changed before the run can start.
         blend: the sources of the training data, where there are several; curriculum: of the training data.
         facts: what decides about training rows besides files and flags: to be the same on all ranks and after a restart.
+        seen: of each dataset the documents, sequences, tokens and checksum: to be the same on all ranks, whose nodes may
+            have files of their own.
     """
 
     train: Dataset | None = None
@@ -48,6 +50,7 @@ class Datasets:
     blend: BlendedDataset | None = None
     curriculum: Curriculum | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    seen: dict[str, list[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

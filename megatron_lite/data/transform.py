@@ -103,6 +103,8 @@ def row_problem(row: Any, seq_length: int, vocab_size: int | None) -> str | None
         return f"cuts that are not ascending positions from 1 to {seq_length - 1}: {row.cuts}"
     if row.loss_mask is not None and np.shape(row.loss_mask) != (seq_length,):
         return f"a loss mask of shape {list(np.shape(row.loss_mask))}, not [{seq_length}]"
+    if row.loss_mask is not None and not ((row.loss_mask == 0) | (row.loss_mask == 1)).all():
+        return "a loss mask with other values than 0 and 1: the loss is a mean over the targets that count"
     return None
 
 

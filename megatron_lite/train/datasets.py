@@ -100,9 +100,9 @@ def find_data(
             fingerprint=None if tokenizer is None else tokenizer.fingerprint,
             access=access,
         )
-    except OSError as error:
-        numbers = f"--data-cache-path {config.data.data_cache_path}"
-        raise ConfigError([Problem(f"the orders of samples cannot be kept: {error}", numbers)]) from error
+    except OSError as error:  # of the directory of orders, or of a store
+        numbers = "" if config.data.data_cache_path is None else f"--data-cache-path {config.data.data_cache_path}"
+        raise ConfigError([Problem(f"the data cannot be read, or their orders not be kept: {error}", numbers)]) from error
     if found.problems:
         raise ConfigError(found.problems)
     found.summary = [*made, *found.summary, *lines]
@@ -137,16 +137,19 @@ def open_data(
     Raises:
         ConfigError: with every problem of the data, the same on every rank.
     """
-    tokenizer = tokenizer_of_run(config)
+    tokenizer: Tokenizer | None = None
     problems: list[Problem] = []
     try:
+        tokenizer = tokenizer_of_run(config)
         found = find_data(config, batch, steps, samples, tokenizer, tell)
     except ConfigError as error:
         problems = error.problems
+    except ValueError as error:  # of the tokenizer
+        problems = [Problem(str(error))]
     for others in mesh.axis("world").gather_json([asdict(p) for p in problems]):  # what went wrong on one node is told by all
         if others:
             raise ConfigError([Problem(**p) for p in others])
-    agree(mesh, {"data": found.facts})
+    agree(mesh, {"data": found.facts, "datasets": found.seen})
 
     def loader(dataset: Dataset | None) -> Loader | None:
         if dataset is None:

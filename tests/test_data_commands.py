@@ -13,7 +13,8 @@ import pytest
 from megatron_lite.cli.main import main
 from megatron_lite.data.divide import divide, part_ranges
 from megatron_lite.data.index_format import DatasetMeta, prefix_paths
-from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, merge
+from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.data.join import merge
 from megatron_lite.text.preprocess import Options, preprocess
 from megatron_lite.text.tokenizer import NullTokenizer
 
@@ -109,13 +110,14 @@ def test_the_commands_of_splitting_and_joining(tmp_path: Path, capsys: pytest.Ca
     )
     assert code == 0 and ranges(out) == [range(58), range(58, 59), range(59, 60)]
     code, _, err = run(capsys, "split", whole, "--output-prefix", parts / "p", "--parts", 12)
-    assert code == 2 and "already there: give another --output-prefix, or --overwrite" in err
+    assert code == 2 and "already there: give another prefix, or --overwrite" in err
     assert run(capsys, "split", whole, "--output-prefix", parts / "p", "--parts", 12, "--overwrite")[0] == 0
     for arguments, why in [
         (["--parts", 61], "none may be empty"),
         (["--parts", 0], "--parts 0: at least 1"),
         (["--fractions", "1,x"], "--fractions 1,x: give numbers"),
-        (["--fractions", "1,-1"], "each above 0"),
+        (["--fractions", "1,-1"], "each a number above 0"),
+        (["--fractions", "nan,1"], "each a number above 0"),
     ]:
         code, _, err = run(capsys, "split", whole, "--output-prefix", tmp_path / "no", *arguments)
         assert code == 2 and why in err and not list(tmp_path.glob("no*"))
@@ -124,6 +126,50 @@ def test_the_commands_of_splitting_and_joining(tmp_path: Path, capsys: pytest.Ca
 def ranges(printed: str) -> list[range]:
     numbers = [line.split(": documents ")[1].split(" to ") for line in printed.splitlines()]
     return [range(int(a), int(b) + 1) for a, b in numbers]
+
+
+@pytest.mark.parametrize("command", ["merge", "split"])
+def test_an_old_mask_is_never_beside_new_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Of the same lengths, so that nothing would notice."""
+    plain, masked = documents(1, 9), documents(2, 9)
+    write(tmp_path / "plain", plain)
+    write(tmp_path / "masked", masked)
+    write(tmp_path / "masked_loss_mask", mask(masked), "uint8", vocab_size=None, eod_id=None, tokenizer=None)
+    out = tmp_path / ("out" if command == "merge" else "out_0-of-1")
+    more = ["--output-prefix", tmp_path / "out", *(["--parts", 1] if command == "split" else [])]
+    old = {"": content(tmp_path / "masked"), "_loss_mask": content(tmp_path / "masked_loss_mask")}
+
+    def found() -> dict[str, list[bytes]]:
+        return {q: content(f"{out}{q}") for q in ("", "_loss_mask") if Path(f"{out}{q}.idx").exists()}
+
+    assert run(capsys, command, tmp_path / "masked", *more)[0] == 0 and found() == old
+    with monkeypatch.context() as patched:  # the disk is full when the mask is there and the tokens come
+        complete = IndexedWriter._complete_index
+
+        def full(writer: IndexedWriter) -> str:
+            if writer.prefix.endswith("_loss_mask"):
+                return complete(writer)
+            raise OSError(28, "No space left on device")
+
+        patched.setattr(IndexedWriter, "_complete_index", full)
+        for given in ("plain", "masked"):
+            assert run(capsys, command, tmp_path / given, *more, "--overwrite")[0] == 1 and found() == old
+    assert run(capsys, command, tmp_path / "plain", *more, "--overwrite")[0] == 0
+    assert found() == {"": content(tmp_path / "plain")}
+    write(Path(f"{out}_loss_mask"), mask(plain), "uint8", vocab_size=None, eod_id=None, tokenizer=None)
+    out.with_name(out.name + ".idx").unlink()
+    out.with_name(out.name + ".bin").unlink()
+    code, _, err = run(capsys, command, tmp_path / "plain", *more)
+    assert code == 2 and "_loss_mask.idx already there" in err
+
+
+def test_the_output_of_split_is_not_its_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a_0-of-1", documents(1, 9))
+    before = content(tmp_path / "a_0-of-1")
+    code, _, err = run(capsys, "split", tmp_path / "a_0-of-1", "--output-prefix", tmp_path / "a", "--parts", 1, "--overwrite")
+    assert code == 2 and "is one of the outputs itself" in err and content(tmp_path / "a_0-of-1") == before
 
 
 def test_what_cannot_be_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

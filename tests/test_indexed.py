@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from megatron_lite.data.access import Access
 from megatron_lite.data.describe import describe
 from megatron_lite.data.index_format import DTYPES, DatasetMeta, IndexHeader
-from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, choose_dtype, merge
+from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, choose_dtype
+from megatron_lite.data.join import merge
 from megatron_lite.data.sources import open_all
 
 CODES = {code: dtype.str.lstrip("<|") for code, dtype in DTYPES.items()}
@@ -256,10 +257,11 @@ def test_interrupt_and_full_disk_remove_temporaries(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("crash_at", range(6))
+@pytest.mark.parametrize("crash_at", range(9))
 def test_crash_while_publishing(tmp_path, monkeypatch, crash_at):
     """Power fails at each rename or removal: the old pair, nothing, or the new pair; never a mixture."""
     write(tmp_path / "a", [[[1, 2]]])
+    write(tmp_path / "a_loss_mask", [[[1, 0]]])
     calls = []
 
     class Crash(BaseException):
@@ -289,7 +291,8 @@ def test_crash_while_publishing(tmp_path, monkeypatch, crash_at):
         tokens = IndexedDataset(tmp_path / "a").document(0).tolist()
     except FileNotFoundError:
         tokens = None
-    assert tokens == ([1, 2] if crash_at == 0 else [8, 9] if crash_at == 5 else None)
+    assert tokens == ([1, 2] if crash_at == 0 else [8, 9] if crash_at == 8 else None)
+    assert tokens != [8, 9] or not list(tmp_path.glob("a_loss_mask*"))
 
 
 def test_reader_refuses(tmp_path):

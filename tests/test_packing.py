@@ -16,9 +16,10 @@ from whole_model import assert_same, enlarge, make_whole
 from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data.batch import Batch, Row, make_batch
 from megatron_lite.data.build import build_datasets
+from megatron_lite.data.index_format import mask_prefix
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.data.loader import Loader
-from megatron_lite.data.loss_mask import mask_prefix, open_mask
+from megatron_lite.data.loss_mask import open_mask
 from megatron_lite.data.packing import PackedDataset, best_fit, plan_rows
 from megatron_lite.data.stream import TokenStream
 from megatron_lite.data.windows import WindowDataset
@@ -248,8 +249,8 @@ def conversations(folder: Path) -> str:
     """Thirty documents with masks, some longer than a row of 16."""
     rng = np.random.default_rng(5)
     with (
-        IndexedWriter(folder / "chat", dtype="int32") as tokens,
         IndexedWriter(folder / "chat_loss_mask", dtype="uint8") as masks,
+        IndexedWriter(folder / "chat", dtype="int32", mask=masks) as tokens,
     ):
         for length in rng.integers(2, 24, 30):
             tokens.add_document(rng.integers(0, 61, length))

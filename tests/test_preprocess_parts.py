@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, merge
+from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.data.join import merge
 from megatron_lite.text import preprocess as engine
 from megatron_lite.text.ahead import ahead
 from megatron_lite.text.encode import Counts

@@ -21,8 +21,8 @@ import pytest
 from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data import stage_dir
 from megatron_lite.data.access import Access
+from megatron_lite.data.index_format import mask_prefix
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
-from megatron_lite.data.loss_mask import mask_prefix
 from megatron_lite.data.stage_dir import open_access, stage
 
 

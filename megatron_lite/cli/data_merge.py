@@ -22,9 +22,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace outputs that are there")
     args = parser.parse_args(argv)
     from megatron_lite.cli.data_split import told
-    from megatron_lite.data.index_format import prefix_paths
-    from megatron_lite.data.indexed import merge
-    from megatron_lite.data.loss_mask import mask_prefix
+    from megatron_lite.data.index_format import mask_prefix, prefix_paths
+    from megatron_lite.data.join import merge
 
     def join() -> str:
         found = joined_prefixes(args.prefixes)
@@ -35,14 +34,7 @@ def run(argv: Sequence[str]) -> int:
         if with_mask and len(with_mask) < len(found):
             without = next(p for p in found if p not in with_mask)
             raise ValueError(f"{with_mask[0]} has a loss mask and {without} has none: they cannot be one dataset")
-        if with_mask:  # first, so that tokens never stand without their mask
-            merge([mask_prefix(p) for p in found], mask_prefix(out), overwrite=args.overwrite)
-        try:
-            meta = merge(found, out, overwrite=args.overwrite)
-        except BaseException:
-            for path in reversed(prefix_paths(mask_prefix(out)) if with_mask else ()):
-                path.unlink(missing_ok=True)
-            raise
+        meta = merge(found, out, overwrite=args.overwrite, masks=bool(with_mask))
         return f"{out}: {meta.documents:,} documents, {meta.tokens:,} tokens of {len(found)} datasets"
 
     return told(join)
@@ -50,14 +42,13 @@ def run(argv: Sequence[str]) -> int:
 
 def joined_prefixes(names: Sequence[str]) -> list[str]:
     """Prefixes in order; a directory stands for the datasets in it. Raises ValueError for one without any."""
-    from megatron_lite.data.index_format import prefix_of
-    from megatron_lite.data.loss_mask import SUFFIX
+    from megatron_lite.data.index_format import MASK_SUFFIX, prefix_of
 
     found: list[str] = []
     for name in names:
         if Path(name).is_dir():
             inside = sorted(prefix_of(p) for p in Path(name).glob("*.idx"))
-            inside = [p for p in inside if p.removesuffix(SUFFIX) == p or p.removesuffix(SUFFIX) not in inside]
+            inside = [p for p in inside if p.removesuffix(MASK_SUFFIX) == p or p.removesuffix(MASK_SUFFIX) not in inside]
             if not inside:
                 raise ValueError(f"{name}: a directory without a dataset (.idx)")
             found += inside

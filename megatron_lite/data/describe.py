@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_lite.data.index_format import mask_prefix
 from megatron_lite.data.indexed import IndexedDataset, pieces
-from megatron_lite.data.loss_mask import mask_prefix, open_mask
+from megatron_lite.data.loss_mask import open_mask
 
 _CHUNK = 1 << 20
 

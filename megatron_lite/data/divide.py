@@ -6,13 +6,15 @@ import contextlib
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from megatron_lite.data.index_format import prefix_paths
-from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
-from megatron_lite.data.loss_mask import mask_prefix, open_mask
+from megatron_lite.data.index_format import mask_prefix, prefix_paths
+from megatron_lite.data.index_writer import IndexedWriter, refuse_existing
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.loss_mask import open_mask
 
 By = Literal["documents", "tokens"]
 _TOKENS = 1 << 20  # in memory at a time, but for a longer document
@@ -27,8 +29,8 @@ def part_ranges(dataset: IndexedDataset, shares: Sequence[float], by: By) -> lis
     Raises:
         ValueError: shares that are none, or a part without documents.
     """
-    if not shares or min(shares) <= 0 or sum(shares) == float("inf"):
-        raise ValueError(f"shares {', '.join(map(str, shares))}: each above 0")
+    if not shares or not all(share > 0 for share in shares) or sum(shares) == float("inf"):
+        raise ValueError(f"shares {', '.join(map(str, shares))}: each a number above 0")
     sums = list(accumulate(shares))
     inner = [total / sums[-1] for total in sums[:-1]]
     if by == "documents":
@@ -58,22 +60,19 @@ def divide(
     with contextlib.closing(IndexedDataset(prefix)) as dataset:
         mask = open_mask(dataset)
         ranges = part_ranges(dataset, shares, by)
-        pairs = [(dataset, list(outs))]
-        if mask is not None:  # first, so that tokens never stand without their mask
-            pairs.insert(0, (mask, [mask_prefix(out) for out in outs]))
-        targets = [path for _, names in pairs for name in names for path in prefix_paths(name)]
-        found = [path for path in targets if path.exists()]
-        if found and not overwrite:
-            raise FileExistsError(f"{found[0]} already there: give another --output-prefix, or --overwrite")
+        if any(Path(out).resolve() == Path(prefix).resolve() for out in outs):
+            raise ValueError(f"{prefix} is one of the outputs itself: give another --output-prefix")
+        for out in () if overwrite else outs:
+            refuse_existing(out)
         done: list[str] = []
         try:
-            for source, names in pairs:
-                for name, part in zip(names, ranges, strict=True):
-                    _write(source, name, part, overwrite)
-                    done.append(name)
+            for out, part in zip(outs, ranges, strict=True):
+                _write(dataset, mask, out, part, overwrite)
+                done.append(out)
         except BaseException:
-            for path in (path for name in reversed(done) for path in reversed(prefix_paths(name))):
-                path.unlink(missing_ok=True)
+            for out in done:
+                for path in (*reversed(prefix_paths(out)), *reversed(prefix_paths(mask_prefix(out)))):
+                    path.unlink(missing_ok=True)
             raise
     return ranges
 
@@ -88,16 +87,31 @@ def _nearest(dataset: IndexedDataset, target: float) -> int:
     return after - 1 if after and target - start(after - 1) <= start(after) - target else after
 
 
-def _write(dataset: IndexedDataset, out: str, part: range, overwrite: bool) -> None:
+def _write(dataset: IndexedDataset, mask: IndexedDataset | None, out: str, part: range, overwrite: bool) -> None:
+    """Publish a part, with its mask."""
+    with contextlib.ExitStack() as stack:
+        own_mask = None
+        if mask is not None:
+            own_mask = _copied(mask, mask_prefix(out), part, overwrite)
+            stack.callback(own_mask.abort)  # does nothing once it has been finished
+        _copied(dataset, out, part, overwrite, own_mask).finish()
+
+
+def _copied(
+    dataset: IndexedDataset, out: str, part: range, overwrite: bool, mask: IndexedWriter | None = None
+) -> IndexedWriter:
+    """A part, not yet published."""
     meta = dataset.meta
-    with IndexedWriter(
+    writer = IndexedWriter(
         out,
         dtype=dataset.dtype,
         vocab_size=meta.vocab_size if meta else None,
         eod_id=meta.eod_id if meta else None,
         tokenizer=meta.tokenizer if meta else None,
         overwrite=overwrite,
-    ) as writer:
+        mask=mask,
+    )
+    try:
         first = part.start
         while first < part.stop:
             limit = dataset.start_of(int(dataset.documents[first])) + _TOKENS
@@ -106,6 +120,10 @@ def _write(dataset: IndexedDataset, out: str, part: range, overwrite: bool) -> N
             tokens = dataset.raw(dataset.start_of(int(borders[0])), dataset.start_of(int(borders[-1])))
             writer.add_documents(tokens, dataset.lengths[borders[0] : borders[-1]].astype(np.int64), np.diff(borders))
             first = last
+    except BaseException:
+        writer.abort()
+        raise
+    return writer
 
 
 def _documents_before(dataset: IndexedDataset, position: int) -> int:

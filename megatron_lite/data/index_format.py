@@ -21,6 +21,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
 META_FORMAT = 1
+MASK_SUFFIX = "_loss_mask"
 
 DTYPES: dict[int, np.dtype] = {
     1: np.dtype("u1"),
@@ -168,6 +169,11 @@ def prefix_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
     """``PREFIX.bin``, ``PREFIX.idx``, ``PREFIX.meta.json`` (a prefix may contain dots)."""
     text = str(prefix)
     return Path(text + ".bin"), Path(text + ".idx"), Path(text + ".meta.json")
+
+
+def mask_prefix(prefix: str) -> str:
+    """Where the loss mask of a data set is (:mod:`.loss_mask`)."""
+    return prefix + MASK_SUFFIX
 
 
 def prefix_of(name: str | Path) -> str:

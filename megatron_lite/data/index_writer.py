@@ -26,6 +26,7 @@ from megatron_lite.data.index_format import (
     IndexHeader,
     choose_dtype,
     dtype_code,
+    mask_prefix,
     prefix_paths,
 )
 from megatron_lite.data.locked_file import HashedAppender, LockedFile, sync_directory
@@ -60,6 +61,8 @@ class IndexedWriter:
         overwrite: replace files that are there.
         keep: :meth:`abort` leaves the temporary files, as being killed does.
         resume: go on with such files, from this state. They are read once, to be hashed, while new tokens come.
+        mask: the unfinished writer of the loss mask of these tokens: :meth:`finish` publishes both or none, and at no time do
+            tokens stand without their mask or beside another one's.
 
     Raises:
         FileExistsError: the files are there, or another process is writing them.
@@ -77,12 +80,13 @@ class IndexedWriter:
         overwrite: bool = False,
         keep: bool = False,
         resume: WriterState | None = None,
+        mask: IndexedWriter | None = None,
     ) -> None:
         self.prefix = str(prefix)
         self.dtype = choose_dtype(vocab_size) if dtype is None else np.dtype(dtype).newbyteorder("<")
         dtype_code(self.dtype)
         self.vocab_size, self.eod_id, self.tokenizer, self.overwrite = vocab_size, eod_id, tokenizer, overwrite
-        self._keep = keep
+        self._keep, self._mask = keep, mask
         start = resume or WriterState(0, 0, 0, -1, "")
         self.sequences, self.documents, self.tokens = start.sequences, start.documents, start.tokens
         self._largest = start.largest
@@ -90,13 +94,11 @@ class IndexedWriter:
         self._paths = prefix_paths(prefix)
         if not self._paths[0].parent.is_dir():
             raise FileNotFoundError(f"{self._paths[0].parent}: no such directory (for {self.prefix}.bin)")
-        if not overwrite:
-            refuse_existing(self.prefix)
+        self._refuse_existing()
         self._open = False
-        self._bin, self._idx, self._borders = (
-            LockedFile(self.prefix + suffix) for suffix in (".bin", ".idx", ".borders")
+        self._bin, self._idx, self._borders, self._meta = self._files = tuple(
+            LockedFile(self.prefix + suffix) for suffix in (".bin", ".idx", ".borders", ".meta.json")
         )
-        self._files: tuple[LockedFile, ...] = (self._bin, self._idx, self._borders)
         self._appender = HashedAppender(self._bin)
         try:
             self._bin.open(self.tokens * self.dtype.itemsize)  # its lock is the lock of the prefix
@@ -187,23 +189,10 @@ class IndexedWriter:
         """Flush to the disk and publish under the final names; ValueError when there is no document."""
         assert self._open, "finish() after finish() or abort()"
         try:
-            if self.documents == 0:
-                raise ValueError(f"{self.prefix}: no documents were written")
-            self._flush()
-            sha256_idx = self._complete_index()
-            meta = DatasetMeta(
-                sequences=self.sequences,
-                documents=self.documents,
-                tokens=self.tokens,
-                dtype=self.dtype.name,
-                eod_id=self.eod_id,
-                tokenizer=self.tokenizer,
-                vocab_size=self.vocab_size,
-                largest_id=self._largest if self._largest >= 0 else None,
-                sha256_bin=self._appender.digest(),
-                sha256_idx=sha256_idx,
-            )
-            self._publish(meta)
+            meta = self._complete()
+            if self._mask is not None:
+                self._mask._complete()
+            self._publish()
         except BaseException:
             self.abort()
             raise
@@ -222,6 +211,10 @@ class IndexedWriter:
         for file in (self._bin, self._idx, self._borders):
             file.sync()
         return WriterState(self.sequences, self.documents, self.tokens, self._largest, sha256)
+
+    def _refuse_existing(self) -> None:
+        if not self.overwrite:
+            refuse_existing(self.prefix, with_mask=self._mask is not None)
 
     def _checked(self, array: np.ndarray) -> np.ndarray:
         """The ids in the file's dtype, or ValueError."""
@@ -287,22 +280,48 @@ class IndexedWriter:
             sha.update(data.tobytes())
         return sha.hexdigest()
 
-    def _publish(self, meta: DatasetMeta) -> None:
-        bin_path, idx_path, meta_path = self._paths
-        meta_file = LockedFile(str(meta_path))
-        self._files = (*self._files, meta_file)
-        meta_file.open()
-        meta_file.write(meta.to_json().encode())
-        for file in (self._bin, self._idx, meta_file):
+    def _complete(self) -> DatasetMeta:
+        """Everything on the disk, under the temporary names."""
+        if self.documents == 0:
+            raise ValueError(f"{self.prefix}: no documents were written")
+        self._flush()
+        sha256_idx = self._complete_index()
+        meta = DatasetMeta(
+            sequences=self.sequences,
+            documents=self.documents,
+            tokens=self.tokens,
+            dtype=self.dtype.name,
+            eod_id=self.eod_id,
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            largest_id=self._largest if self._largest >= 0 else None,
+            sha256_bin=self._appender.digest(),
+            sha256_idx=sha256_idx,
+        )
+        self._meta.open()
+        self._meta.write(meta.to_json().encode())
+        for file in (self._bin, self._idx, self._meta):
             file.sync()
-        if not self.overwrite:
-            refuse_existing(self.prefix)
-        for path in (idx_path, meta_path):  # from here on, no old index stands beside new tokens
+        return meta
+
+    def _publish(self) -> None:
+        """Rename; nothing more is written."""
+        bin_path, idx_path, meta_path = self._paths
+        self._refuse_existing()
+        for path in (idx_path, meta_path):  # from here on, no old index stands beside new tokens, ...
             path.unlink(missing_ok=True)
-        self._appender.close()
-        self._bin.publish(bin_path)
-        meta_file.publish(meta_path)
-        self._idx.publish(idx_path)
+        _remove(mask_prefix(self.prefix))  # ... and no old mask
+        try:
+            if self._mask is not None:
+                self._mask._publish()
+            self._appender.close()
+            self._bin.publish(bin_path)
+            self._meta.publish(meta_path)
+            self._idx.publish(idx_path)
+        except BaseException:
+            if self._mask is not None:
+                _remove(self._mask.prefix)
+            raise
         self._borders.remove()
         sync_directory(bin_path.parent)
         self._open = False
@@ -316,48 +335,17 @@ class IndexedWriter:
                 file.remove()
 
 
-def refuse_existing(prefix: str) -> None:
-    """Raises FileExistsError where tokens or an index stand under a prefix."""
-    found = [str(path) for path in prefix_paths(prefix)[:2] if path.exists()]
+def _remove(prefix: str) -> None:
+    for path in reversed(prefix_paths(prefix)):
+        path.unlink(missing_ok=True)
+
+
+def refuse_existing(prefix: str, with_mask: bool = False) -> None:
+    """Raises FileExistsError where tokens or an index stand under a prefix, or the mask of such (if none is to be written)."""
+    paths = prefix_paths(prefix)[:2] + (() if with_mask else prefix_paths(mask_prefix(prefix))[1:2])
+    found = [str(path) for path in paths if path.exists()]
     if found:
         raise FileExistsError(f"{' and '.join(found)} already there: give another prefix, or --overwrite")
-
-
-def merge(prefixes: Sequence[str | Path], out: str | Path, *, overwrite: bool = False) -> DatasetMeta:
-    """Join datasets into one, document after document.
-
-    Memory does not grow with their size. End-of-document id, tokenizer and vocabulary size of those that have a
-    ``.meta.json`` must agree, and are recorded when all have one.
-
-    Raises:
-        ValueError: nothing to join, different dtypes, different ids or tokenizers.
-    """
-    from megatron_lite.data.indexed import IndexedDataset
-
-    if not prefixes:
-        raise ValueError(f"nothing to join into {out}")
-    facts: dict[str, dict[object, str]] = {"dtype": {}, "eod_id": {}, "tokenizer": {}, "vocab_size": {}}
-    described = True
-    for prefix in prefixes:
-        with contextlib.closing(IndexedDataset(prefix)) as dataset:
-            facts["dtype"].setdefault(dataset.dtype, str(prefix))
-            described = described and dataset.meta is not None
-            for name in ("eod_id", "tokenizer", "vocab_size"):
-                if dataset.meta is not None:
-                    facts[name].setdefault(getattr(dataset.meta, name), str(prefix))
-    for name, values in facts.items():
-        if len(values) > 1:
-            listed = ", ".join(f"{value} in {prefix}" for value, prefix in values.items())
-            raise ValueError(f"datasets of different {name} cannot be joined: {listed}")
-    common = {name: next(iter(values), None) for name, values in facts.items() if described or name == "dtype"}
-    writer = IndexedWriter(out, **common, overwrite=overwrite)  # type: ignore[arg-type]
-    try:
-        for prefix in prefixes:
-            writer.add_dataset(prefix)
-    except BaseException:
-        writer.abort()
-        raise
-    return writer.finish()
 
 
 def _id_limit(dtype: np.dtype, vocab_size: int | None) -> int:

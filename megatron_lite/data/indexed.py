@@ -27,9 +27,9 @@ import numpy as np
 from megatron_lite.data.access import Access
 from megatron_lite.data.helper import index_helper
 from megatron_lite.data.index_format import HEADER, LENGTH, POINTER, DatasetMeta, IndexHeader, choose_dtype
-from megatron_lite.data.index_writer import IndexedWriter, merge
+from megatron_lite.data.index_writer import IndexedWriter
 
-__all__ = ["DatasetMeta", "IndexedDataset", "IndexedWriter", "choose_dtype", "merge"]
+__all__ = ["DatasetMeta", "IndexedDataset", "IndexedWriter", "choose_dtype"]
 
 _index = index_helper()
 _SPOT_CHECKS = 32

@@ -9,14 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_lite.data.index_format import mask_prefix
 from megatron_lite.data.indexed import IndexedDataset
-
-SUFFIX = "_loss_mask"
-
-
-def mask_prefix(prefix: str) -> str:
-    """Where the mask of a data set is."""
-    return prefix + SUFFIX
 
 
 def open_mask(dataset: IndexedDataset) -> IndexedDataset | None:

@@ -23,8 +23,7 @@ from pathlib import Path
 
 from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data.access import GIB, Access, ReadFile
-from megatron_lite.data.index_format import DatasetMeta
-from megatron_lite.data.loss_mask import mask_prefix
+from megatron_lite.data.index_format import DatasetMeta, mask_prefix
 from megatron_lite.data.node_file import new_file, node_lock
 from megatron_lite.data.remote import RemoteFile, is_remote
 from megatron_lite.data.sources import parse_sources

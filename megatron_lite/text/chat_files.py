@@ -25,10 +25,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_lite.data.index_format import prefix_paths
+from megatron_lite.data.index_format import mask_prefix
 from megatron_lite.data.index_writer import IndexedWriter
 from megatron_lite.data.locked_file import interrupts_held
-from megatron_lite.data.loss_mask import mask_prefix
 from megatron_lite.text.chat import ChatEncoder, Conversation, Example, Keys, conversation_of
 from megatron_lite.text.chat_template import CLOSE, OPEN, Rendered, Templates, load_templates
 from megatron_lite.text.inputs import InputOptions, Lines, open_input
@@ -222,13 +221,12 @@ def prepare_chat(
     total, started, said = ChatCounts(), time.monotonic(), 0
     with ExitStack() as stack:
         with interrupts_held():
-            tokens = IndexedWriter(
-                prefix, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint, overwrite=overwrite
-            )
-            stack.callback(tokens.abort)  # does nothing once it has been finished
             # A mask without tokens is what a killed run left.
             mask = IndexedWriter(mask_prefix(prefix), dtype=np.uint8, overwrite=True)
-            stack.callback(mask.abort)
+            stack.callback(mask.abort)  # does nothing once it has been finished
+            size, made_by = tokenizer.vocab_size, tokenizer.fingerprint
+            tokens = IndexedWriter(prefix, vocab_size=size, tokenizer=made_by, overwrite=overwrite, mask=mask)
+            stack.callback(tokens.abort)
         work = _lines(inputs, encoding)
         first = list(islice(work, 1))
         options = replace(options, fast=_proved(tokenizer, options, first, say))
@@ -247,7 +245,7 @@ def prepare_chat(
                 f"no conversations were written: {total.bytes} bytes in {len(inputs)} file(s)\n{skipped(total)}"
             )
         with interrupts_held():
-            _publish(tokens, mask)
+            tokens.finish()
     return total
 
 
@@ -291,18 +289,6 @@ def _lines(inputs: Sequence[Path], encoding: str) -> Iterator[Lines]:
             if not isinstance(block, Lines):
                 raise BadInput(f"{path}: conversations are read from JSON lines only")
             yield block
-
-
-def _publish(tokens: IndexedWriter, mask: IndexedWriter) -> None:
-    """Both pairs or none; tokens never stand without their mask, or beside another one's."""
-    prefix_paths(tokens.prefix)[1].unlink(missing_ok=True)  # of an older run, which --overwrite replaces
-    mask.finish()
-    try:
-        tokens.finish()
-    except BaseException:
-        for path in reversed(prefix_paths(mask.prefix)):
-            path.unlink(missing_ok=True)
-        raise
 
 
 def skipped(counts: ChatCounts) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import resource
@@ -14,6 +15,7 @@ import fsspec
 import numpy as np
 import pytest
 
+from megatron_lite.data import access as access_module
 from megatron_lite.data import remote
 from megatron_lite.data.access import Access
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
@@ -207,8 +209,9 @@ def test_a_full_disk_makes_a_store_slow_and_ends_nothing(tmp_path, monkeypatch, 
     assert blocks(tmp_path / "cache") == []
 
 
-def test_more_files_than_a_shell_allows(tmp_path):
-    """Sources read by pread keep a file open each."""
+@pytest.mark.parametrize("method", ["mmap", "pread"])
+def test_more_files_than_a_shell_allows(tmp_path, method):
+    """Files that are read stay open, and so do mapped ones."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     write(tmp_path / "s0", 10)
     prefixes = [str(tmp_path / f"s{i}") for i in range(300)]
@@ -217,12 +220,23 @@ def test_more_files_than_a_shell_allows(tmp_path):
             os.link(f"{prefixes[0]}{suffix}", f"{prefix}{suffix}")
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
-        opened, problems = open_all(prefixes, Access("pread"))
+        opened, problems = open_all(prefixes, Access(method))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert not problems and len(opened) == 300
     for dataset in opened.values():
         dataset.close()
+
+
+def test_too_many_files_are_said_with_a_name(tmp_path, monkeypatch):
+    write(tmp_path / "a", 10)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(access_module.mmap, "mmap", full)
+    problems = open_all([str(tmp_path / "a")])[1]
+    assert str(tmp_path / "a") in problems[0].what and "Too many open files" in problems[0].what
 
 
 def test_what_is_refused(tmp_path):

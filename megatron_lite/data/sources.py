@@ -53,9 +53,8 @@ def parse_sources(entries: Sequence[str], flag: str = "--data-path") -> list[Sou
 def open_all(prefixes: Iterable[str], access: Access | None = None) -> tuple[dict[str, IndexedDataset], list[Problem]]:
     """Every dataset once, several at a time (opening waits for the file system); and what is wrong with them."""
     unique = list(dict.fromkeys(prefixes))
-    if access is not None and access.method == "pread":  # each keeps a file open, and shells allow 1,024
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # shells allow 1,024, and a map keeps its file open too
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     opened: dict[str, IndexedDataset] = {}
     problems: list[Problem] = []
 
@@ -64,7 +63,7 @@ def open_all(prefixes: Iterable[str], access: Access | None = None) -> tuple[dic
             dataset = IndexedDataset(prefix, access)
             dataset.loss_mask = open_mask(dataset)
         except (OSError, ValueError) as error:
-            return str(error)
+            return str(error) if prefix in str(error) else f"{prefix}: {error}"
         if dataset.dtype.kind == "f":  # the format has such files; as ids they would be rounded without a word
             dataset.close()
             return f"{prefix}.bin holds {dataset.dtype.name} numbers, not token ids"

@@ -131,6 +131,15 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last(tmp_path):
     assert 0 < sum(p.stat().st_size for p in blocks(tmp_path / "cache")) <= 2 * BLOCK * 7 / 8
 
 
+def test_the_bound_is_that_of_all_datasets_together(tmp_path):
+    """Each of 150 small sources adds less than what a process adds before it looks at the cache."""
+    size = write(tmp_path / "a", 10).num_tokens * 4 + 4  # one block, with its checksum
+    access = Access(cache=tmp_path / "cache", cache_bytes=100 * size)
+    for i in range(150):
+        IndexedDataset(upload(tmp_path / "a", f"many/{i}"), access).read(0, 5)
+    assert 75 < len(blocks(tmp_path / "cache")) <= 100
+
+
 def test_threads_fetch_a_block_once(tmp_path, fetched):
     local, name = write(tmp_path / "a"), upload(tmp_path / "a", "threads/a")
     stored = IndexedDataset(name, Access(cache=tmp_path / "cache"))

@@ -96,12 +96,18 @@ class Access:
         cache: directory for the indices and blocks of remote ones; None: remote prefixes are refused.
         cache_bytes: what the blocks there may take.
         staged: for a prefix, the local one that stands for it.
+        blocks: the cache of all remote datasets, whose bound they share.
     """
 
     method: Literal["mmap", "pread"] = "mmap"
     cache: Path | None = None
     cache_bytes: int = 64 * GIB
     staged: Mapping[str, str] = field(default_factory=dict)
+    blocks: BlockCache | None = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        cache = None if self.cache is None else BlockCache(self.cache / "blocks", self.cache_bytes)
+        object.__setattr__(self, "blocks", cache)
 
     def exists(self, prefix: str) -> bool:
         """Whether there is any of the two files that a dataset needs."""
@@ -130,7 +136,7 @@ class Access:
         return DatasetFiles(*names, map_file(idx_path), DatasetMeta.read(meta_path), mapped, reader, size)
 
     def _open_remote(self, prefix: str) -> DatasetFiles:
-        if self.cache is None:
+        if self.cache is None or self.blocks is None:
             raise ValueError(
                 f"{prefix}: a remote prefix needs --data-cache-path DIR, a directory of the node for its index and for "
                 f"blocks of its tokens (at most --remote-cache-gib), or --stage-dir DIR, to copy it whole"
@@ -142,8 +148,7 @@ class Access:
             raise FileNotFoundError(f"{' and '.join(missing)}: no such file")
         meta = None if described is None else DatasetMeta.parse(described.fetch(0, described.size), names[2])
         path = local_index(index, self.cache, None if meta is None else meta.sha256_idx)
-        reader = BlockCache(self.cache / "blocks", self.cache_bytes).open(tokens)
-        return DatasetFiles(*names, map_file(path), meta, mapped=None, reader=reader, size=tokens.size)
+        return DatasetFiles(*names, map_file(path), meta, mapped=None, reader=self.blocks.open(tokens), size=tokens.size)
 
 
 def map_file(path: Path) -> mmap.mmap | bytes:

@@ -3,7 +3,8 @@
 ``.bin`` is read in blocks of 1 MiB. A block is a file under the cache directory, written under another name and renamed,
 with a CRC-32 behind each 64 KiB of it, so that what a row touches is checked and no more. The directory may be used by
 any number of ranks and runs: a lock per stripe of blocks has each block fetched once a node, and when the blocks take
-more than their bound, the ones that were not used for longest (to the hour) are removed. A reader that finds a block
+more than their bound, the ones that were not used for longest (to the hour) are removed (each process looks now and then, so
+that more than eight of them can be above it for a while). A reader that finds a block
 gone or damaged fetches it again. ``.idx`` is copied whole, since the search for documents jumps in it.
 
 A file is known by its address and what the store says of it (size, date, ETag): one that is replaced has new blocks.
@@ -30,7 +31,7 @@ _STRIPES = 64
 _TRIES = 3
 _TOUCH_SECONDS = 3600
 _KEEP = 7 / 8  # of the bound, when blocks are removed
-_CHECK_EVERY = 64  # a process looks at the size of the cache when it has added a 64th of the bound
+_CHECK_EVERY = 64  # a process looks at the size of the cache when it has added a 64th of the bound: eight add what is not kept
 
 
 def is_remote(prefix: str) -> bool:

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from megatron_lite.cli.main import main
-from megatron_lite.data.divide import divide, part_ranges
 from megatron_lite.data.index_format import DatasetMeta, prefix_paths
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
-from megatron_lite.data.join import merge
+from megatron_lite.data.parts import divide, merge, part_ranges
 from megatron_lite.text.preprocess import Options, preprocess
 from megatron_lite.text.tokenizer import NullTokenizer
 
@@ -59,7 +58,7 @@ def test_parts_are_the_nearest_cuts_and_join_to_the_whole(
     tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against brute force, for many datasets; pieces in memory of a few documents."""
-    monkeypatch.setattr("megatron_lite.data.divide._TOKENS", 50)
+    monkeypatch.setattr("megatron_lite.data.index_writer._BLOCK", 50)
     rng = random.Random(5)
     for seed in range(12):
         given = documents(seed, rng.randrange(5, 40))

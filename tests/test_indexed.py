@@ -20,10 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_lite.data.access import Access
-from megatron_lite.data.describe import describe
+from megatron_lite.data.describe import describe, verify
+from megatron_lite.data.helper import index_helper
 from megatron_lite.data.index_format import DTYPES, DatasetMeta, IndexHeader
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, choose_dtype
-from megatron_lite.data.join import merge
+from megatron_lite.data.parts import merge
 from megatron_lite.data.sources import open_all
 
 CODES = {code: dtype.str.lstrip("<|") for code, dtype in DTYPES.items()}
@@ -106,7 +107,7 @@ def test_writer_is_the_format(tmp_path_factory, documents, code):
     flat = [t for d in documents for s in d for t in s]
     assert dataset.meta == meta and meta.eod_id == 7 and meta.tokenizer == "abc"
     assert dataset.largest_id() == max(flat, default=-1) == IndexedDataset(path / "plain").largest_id()
-    assert dataset.problems(checksums=True) == []
+    assert dataset.problems() == [] and verify(dataset.prefix)[0] == []
 
 
 @given(nested)
@@ -131,7 +132,7 @@ def test_document_starts(tmp_path_factory, documents):
 
 
 def test_the_compiled_search_refuses_what_lies_outside(tmp_path):
-    helper = pytest.importorskip("megatron_lite.data._index", reason="the data helper has not been built")
+    helper = index_helper() or pytest.skip("the data helper has not been built")
     data = bytes(100)
     helper.Borders(data, 34, 8, 0, 4, 2)
     for wrong in ((34, 9, 0, 4, 2), (-1, 1, 0, 4, 2), (34, 8, 90, 2, 2), (34, -1, 0, 4, 2), (34, 8, 0, 4, 0), (0, 2**61, 0, 1, 1)):
@@ -335,7 +336,7 @@ def test_full_check(tmp_path):
     struct.pack_into("<ii", idx, 34 + 4 * 501, 9, 11)  # two lengths that sum to what they should
     (tmp_path / "a.idx").write_bytes(idx)
     (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-1] + b"\6")
-    found = IndexedDataset(tmp_path / "a").problems(checksums=True)
+    found = verify(tmp_path / "a")[0]
     assert len(found) == 3 and "sequence 502 of length 11" in found[0] and "sha256" in found[1] and "sha256" in found[2]
     meta["tokens"] += 1
     (tmp_path / "a.meta.json").write_text(json.dumps(meta))

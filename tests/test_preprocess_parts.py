@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_lite.data.describe import verify
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
-from megatron_lite.data.join import merge
+from megatron_lite.data.parts import merge
 from megatron_lite.text import preprocess as engine
 from megatron_lite.text.ahead import ahead
 from megatron_lite.text.encode import Counts
@@ -385,7 +386,7 @@ def test_whole_blocks_of_documents_are_as_one_by_one(tmp_path: Path) -> None:
             writer.add_documents(np.array([1, 99]), np.array([1, 1]))
     for suffix in SUFFIXES:
         assert (tmp_path / f"one.{suffix}").read_bytes() == (tmp_path / f"block.{suffix}").read_bytes()
-    assert IndexedDataset(tmp_path / "block").problems(checksums=True) == []
+    assert verify(tmp_path / "block")[0] == []
 
 
 def test_progress_in_a_log_and_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

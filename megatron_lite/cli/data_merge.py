@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     from megatron_lite.cli.data_split import told
     from megatron_lite.data.index_format import mask_prefix, prefix_paths
-    from megatron_lite.data.join import merge
+    from megatron_lite.data.parts import merge
 
     def join() -> str:
         found = joined_prefixes(args.prefixes)

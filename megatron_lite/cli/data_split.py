@@ -22,8 +22,8 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--by", choices=("documents", "tokens"), default="tokens", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace outputs that are there")
     args = parser.parse_args(argv)
-    from megatron_lite.data.divide import divide
     from megatron_lite.data.index_format import prefix_of
+    from megatron_lite.data.parts import divide
 
     def cut() -> str:
         shares = [1.0] * args.parts if args.parts is not None else _numbers(args.fractions)

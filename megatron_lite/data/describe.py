@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.data.index_format import mask_prefix
-from megatron_lite.data.indexed import IndexedDataset, pieces
+from megatron_lite.data.index_format import mask_prefix, pieces
+from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.loss_mask import open_mask
 
 _CHUNK = 1 << 20
@@ -22,7 +22,7 @@ def describe(prefix: str | Path, *, first: int = 3, ids: int = 16, checksums: bo
     Args:
         first: how many documents to show.
         ids: how many ids of each.
-        checksums: also read ``.bin`` and compare the checksums of ``.meta.json``.
+        checksums: :func:`verify` besides.
 
     Returns:
         A dictionary that JSON can hold: ``prefix, dtype, documents, sequences, tokens, bytes, empty_documents, shortest,
@@ -30,7 +30,7 @@ def describe(prefix: str | Path, *, first: int = 3, ids: int = 16, checksums: bo
         ``first_documents`` (their lengths and first ids), ``meta`` (what ``.meta.json`` says, or None), ``problems``.
     """
     with contextlib.closing(IndexedDataset(prefix)) as dataset:
-        problems = dataset.problems(checksums)
+        problems = verify(prefix)[0] if checksums else dataset.problems()
         counts = np.zeros(65, dtype=np.int64)
         shortest, longest = None, 0
         for start, borders in pieces(dataset.documents[:-1]):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
+
+from megatron_lite.ops.library import index_module
 
 
 def index_helper() -> Any:
-    """The extension module ``megatron_lite.data._index``, or None; callers have the same in NumPy."""
-    try:
-        return importlib.import_module("megatron_lite.data._index")
-    except ImportError:
-        return None
+    """The extension module of csrc/data_index.cpp, or None; callers have the same in Python and NumPy."""
+    return index_module()[0]

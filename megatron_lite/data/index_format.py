@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -180,3 +181,9 @@ def prefix_of(name: str | Path) -> str:
     """A dataset's prefix, also where one of its files is named (as by a pattern ``parts/*.idx``)."""
     text = str(name)
     return next((text.removesuffix(s) for s in (".bin", ".idx", ".meta.json") if text.endswith(s)), text)
+
+
+def pieces(array: np.ndarray, size: int = 1 << 20) -> Iterator[tuple[int, np.ndarray]]:
+    """An array of any length in parts, each with its start."""
+    for start in range(0, len(array), size):
+        yield start, array[start : start + size]

@@ -10,11 +10,11 @@ a killed one left, and two runs cannot write the same prefix at once. It starts 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,9 +27,13 @@ from megatron_lite.data.index_format import (
     choose_dtype,
     dtype_code,
     mask_prefix,
+    pieces,
     prefix_paths,
 )
 from megatron_lite.data.locked_file import HashedAppender, LockedFile, sync_directory
+
+if TYPE_CHECKING:
+    from megatron_lite.data.indexed import IndexedDataset
 
 _CHUNK = 1 << 16  # lengths or borders in memory at a time
 _BLOCK = 1 << 22  # bytes of tokens in memory at a time
@@ -167,23 +171,22 @@ class IndexedWriter:
         self._append_lengths(lengths)
         self._append_ends(ends)
 
-    def add_dataset(self, prefix: str | Path) -> None:
-        """Append every document of another dataset of the same dtype, in pieces."""
-        from megatron_lite.data.indexed import IndexedDataset
-
-        with contextlib.closing(IndexedDataset(prefix)) as other:
-            if other.dtype != self.dtype:
-                raise ValueError(
-                    f"{prefix} holds {other.dtype}, {self.prefix} {self.dtype}: datasets of different dtypes cannot be joined"
-                )
-            first = self.sequences
-            step = max(1, _BLOCK // self.dtype.itemsize)
-            for start in range(0, other.num_tokens, step):
-                self._append_tokens(self._checked(other.raw(start, min(other.num_tokens, start + step))))
-            for piece in _pieces(other.lengths):
-                self._append_lengths(piece)
-            for piece in _pieces(other.documents[1:]):
-                self._append_ends(piece + first)
+    def add_dataset(self, other: IndexedDataset, documents: range | None = None) -> None:
+        """Append documents of another dataset of the same dtype (default: all), in pieces."""
+        if other.dtype != self.dtype:
+            raise ValueError(
+                f"{other.prefix} holds {other.dtype}, {self.prefix} {self.dtype}: datasets of different dtypes cannot be joined"
+            )
+        documents = range(other.num_documents) if documents is None else documents
+        first, last = int(other.documents[documents.start]), int(other.documents[documents.stop])
+        begin, end, shift = other.start_of(first), other.start_of(last), self.sequences - first
+        step = max(1, _BLOCK // self.dtype.itemsize)
+        for start in range(begin, end, step):
+            self._append_tokens(self._checked(other.raw(start, min(end, start + step))))
+        for _, lengths in pieces(other.lengths[first:last]):
+            self._append_lengths(lengths)
+        for _, ends in pieces(other.documents[documents.start + 1 : documents.stop + 1]):
+            self._append_ends(ends + shift)
 
     def finish(self) -> DatasetMeta:
         """Flush to the disk and publish under the final names; ValueError when there is no document."""
@@ -352,8 +355,3 @@ def _id_limit(dtype: np.dtype, vocab_size: int | None) -> int:
     """The first id that does not fit. For floats, the integers that they hold exactly."""
     limit = np.iinfo(dtype).max + 1 if dtype.kind in "iu" else 2 ** (np.finfo(dtype).nmant + 1) + 1
     return limit if vocab_size is None else min(limit, vocab_size)
-
-
-def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    for start in range(0, len(array), _CHUNK):
-        yield array[start : start + _CHUNK]

@@ -19,14 +19,13 @@ import functools
 import hashlib
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from megatron_lite.data.access import Access
 from megatron_lite.data.helper import index_helper
-from megatron_lite.data.index_format import HEADER, LENGTH, POINTER, DatasetMeta, IndexHeader, choose_dtype
+from megatron_lite.data.index_format import HEADER, LENGTH, POINTER, DatasetMeta, IndexHeader, choose_dtype, pieces
 from megatron_lite.data.index_writer import IndexedWriter
 
 __all__ = ["DatasetMeta", "IndexedDataset", "IndexedWriter", "choose_dtype"]
@@ -155,8 +154,8 @@ class IndexedDataset:
             self._reader.close()
         self._reader = self._tokens = None
 
-    def problems(self, checksums: bool = False) -> list[str]:
-        """A full pass over the index, and over ``.bin`` with ``checksums``; what is wrong, in words."""
+    def problems(self) -> list[str]:
+        """A full pass over the index; what is wrong, in words. :func:`megatron_lite.data.describe.verify` reads ``.bin`` too."""
         found: list[str] = []
         offset = 0
         for start, lengths in pieces(self.lengths):
@@ -178,10 +177,6 @@ class IndexedDataset:
             if len(wrong):
                 found.append(f"{self.idx_name}: document border {start + int(wrong[0])} is below the one before it")
                 break
-        if checksums and self.meta is not None:
-            for path, wanted in ((self.bin_name, self.meta.sha256_bin), (self.idx_name, self.meta.sha256_idx)):
-                if wanted is not None and _sha256(Path(path)) != wanted:
-                    found.append(f"{path}: its sha256 is not the one in {self.prefix}.meta.json")
         return found
 
     def largest_id(self) -> int:
@@ -224,18 +219,3 @@ class IndexedDataset:
                 f"{path} describes another dataset: it says {said[0]} sequences, {said[1]} documents, {said[2]} tokens, "
                 f"{said[3]}; the files hold {found[0]}, {found[1]}, {found[2]}, {found[3]}. Remove it if it is left over"
             )
-
-
-def pieces(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """An array of any length in parts, each with its start."""
-    for start in range(0, len(array), _CHUNK):
-        yield start, array[start : start + _CHUNK]
-
-
-def _sha256(path: Path) -> str:
-    sha = hashlib.sha256()
-    with open(path, "rb") as file:
-        while data := file.read(_CHUNK):
-            sha.update(data)
-    return sha.hexdigest()
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_lite.data.index_format import mask_prefix
+from megatron_lite.data.index_format import mask_prefix, pieces
 from megatron_lite.data.indexed import IndexedDataset
 
 
@@ -35,6 +35,6 @@ def open_mask(dataset: IndexedDataset) -> IndexedDataset | None:
     return mask
 
 
-def _equal(a: np.ndarray, b: np.ndarray, chunk: int = 1 << 20) -> bool:
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two arrays of one length are equal, without copies of them."""
-    return all(np.array_equal(a[i : i + chunk], b[i : i + chunk]) for i in range(0, len(a), chunk))
+    return all(np.array_equal(piece, b[start : start + len(piece)]) for start, piece in pieces(a))

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.data.indexed import pieces
+from megatron_lite.data.index_format import pieces
 from megatron_lite.data.order_cache import Arrays, cached_arrays
 from megatron_lite.data.permutation import Permutation, key64
 from megatron_lite.data.row import Row

@@ -1,23 +1,27 @@
-"""A dataset cut into several, at borders of documents; joining the parts in order gives it back byte for byte."""
+"""Datasets made of datasets: one cut into parts at borders of documents, or several joined, with their loss masks.
+
+Joining the parts in order gives the whole back byte for byte. Memory does not grow with the size of either, and each
+output appears complete or not at all.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from megatron_lite.data.index_format import mask_prefix, prefix_paths
+from megatron_lite.data.index_format import DatasetMeta, mask_prefix, prefix_paths
 from megatron_lite.data.index_writer import IndexedWriter, refuse_existing
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.loss_mask import open_mask
 
 By = Literal["documents", "tokens"]
-_TOKENS = 1 << 20  # in memory at a time, but for a longer document
+_FACTS = ("eod_id", "tokenizer", "vocab_size")  # of .meta.json, that outputs take over
 
 
 def part_ranges(dataset: IndexedDataset, shares: Sequence[float], by: By) -> list[range]:
@@ -58,16 +62,17 @@ def divide(
     """
     assert len(outs) == len(shares)
     with contextlib.closing(IndexedDataset(prefix)) as dataset:
-        mask = open_mask(dataset)
+        masked = open_mask(dataset) is not None
         ranges = part_ranges(dataset, shares, by)
         if any(Path(out).resolve() == Path(prefix).resolve() for out in outs):
             raise ValueError(f"{prefix} is one of the outputs itself: give another --output-prefix")
         for out in () if overwrite else outs:
             refuse_existing(out)
+        facts = {"dtype": dataset.dtype} | {name: getattr(dataset.meta, name, None) for name in _FACTS}
         done: list[str] = []
         try:
             for out, part in zip(outs, ranges, strict=True):
-                _write(dataset, mask, out, part, overwrite)
+                _write([(prefix, part)], out, facts, overwrite, masked)
                 done.append(out)
         except BaseException:
             for out in done:
@@ -75,6 +80,36 @@ def divide(
                     path.unlink(missing_ok=True)
             raise
     return ranges
+
+
+def merge(
+    prefixes: Sequence[str | Path], out: str | Path, *, overwrite: bool = False, masks: bool = False
+) -> DatasetMeta:
+    """Join datasets into one, document after document; with ``masks``, their loss masks too.
+
+    End-of-document id, tokenizer and vocabulary size of those that have a ``.meta.json`` must agree, and are recorded when
+    all have one.
+
+    Raises:
+        ValueError: nothing to join, different dtypes, different ids or tokenizers.
+        FileExistsError: the output is there and ``overwrite`` is off.
+    """
+    if not prefixes:
+        raise ValueError(f"nothing to join into {out}")
+    facts: dict[str, dict[object, str]] = {name: {} for name in ("dtype", *_FACTS)}
+    described = True
+    for prefix in map(str, prefixes):
+        with contextlib.closing(IndexedDataset(prefix)) as dataset:
+            facts["dtype"].setdefault(dataset.dtype, prefix)
+            described = described and dataset.meta is not None
+            for name in _FACTS if dataset.meta is not None else ():
+                facts[name].setdefault(getattr(dataset.meta, name), prefix)
+    for name, values in facts.items():
+        if len(values) > 1:
+            listed = ", ".join(f"{value} in {prefix}" for value, prefix in values.items())
+            raise ValueError(f"datasets of different {name} cannot be joined: {listed}")
+    common = {name: next(iter(values), None) for name, values in facts.items() if described or name == "dtype"}
+    return _write([(str(prefix), None) for prefix in prefixes], str(out), common, overwrite, masks)
 
 
 def _nearest(dataset: IndexedDataset, target: float) -> int:
@@ -87,46 +122,30 @@ def _nearest(dataset: IndexedDataset, target: float) -> int:
     return after - 1 if after and target - start(after - 1) <= start(after) - target else after
 
 
-def _write(dataset: IndexedDataset, mask: IndexedDataset | None, out: str, part: range, overwrite: bool) -> None:
-    """Publish a part, with its mask."""
+Piece = tuple[str, range | None]  # prefix and documents; None: all
+
+
+def _write(pieces: Sequence[Piece], out: str, facts: Mapping[str, Any], overwrite: bool, masked: bool) -> DatasetMeta:
+    """Publish pieces of datasets as one, with its mask."""
     with contextlib.ExitStack() as stack:
-        own_mask = None
-        if mask is not None:
-            own_mask = _copied(mask, mask_prefix(out), part, overwrite)
-            stack.callback(own_mask.abort)  # does nothing once it has been finished
-        _copied(dataset, out, part, overwrite, own_mask).finish()
+        mask = None
+        if masked:
+            of_masks = [(mask_prefix(prefix), part) for prefix, part in pieces]
+            mask = _copied(of_masks, mask_prefix(out), {"dtype": np.uint8}, overwrite)
+            stack.callback(mask.abort)  # does nothing once it has been finished
+        return _copied(pieces, out, facts, overwrite, mask).finish()
 
 
 def _copied(
-    dataset: IndexedDataset, out: str, part: range, overwrite: bool, mask: IndexedWriter | None = None
+    pieces: Sequence[Piece], out: str, facts: Mapping[str, Any], overwrite: bool, mask: IndexedWriter | None = None
 ) -> IndexedWriter:
-    """A part, not yet published."""
-    meta = dataset.meta
-    writer = IndexedWriter(
-        out,
-        dtype=dataset.dtype,
-        vocab_size=meta.vocab_size if meta else None,
-        eod_id=meta.eod_id if meta else None,
-        tokenizer=meta.tokenizer if meta else None,
-        overwrite=overwrite,
-        mask=mask,
-    )
+    """The same, not yet published."""
+    writer = IndexedWriter(out, **facts, overwrite=overwrite, mask=mask)
     try:
-        first = part.start
-        while first < part.stop:
-            limit = dataset.start_of(int(dataset.documents[first])) + _TOKENS
-            last = min(part.stop, max(first + 1, _documents_before(dataset, limit)))
-            borders = np.asarray(dataset.documents[first : last + 1])
-            tokens = dataset.raw(dataset.start_of(int(borders[0])), dataset.start_of(int(borders[-1])))
-            writer.add_documents(tokens, dataset.lengths[borders[0] : borders[-1]].astype(np.int64), np.diff(borders))
-            first = last
+        for prefix, part in pieces:
+            with contextlib.closing(IndexedDataset(prefix)) as dataset:
+                writer.add_dataset(dataset, part)
     except BaseException:
         writer.abort()
         raise
     return writer
-
-
-def _documents_before(dataset: IndexedDataset, position: int) -> int:
-    """How many documents begin before a position, at least roughly: those of whole sequences."""
-    sequence = bisect_left(dataset.pointers, position * dataset.dtype.itemsize)
-    return bisect_left(dataset.documents, sequence)

@@ -1,10 +1,10 @@
 """From text to an indexed dataset.
 
 The parent reads blocks of the input (:mod:`.inputs`, in a thread of its own), workers parse and tokenize them
-(:mod:`.encode`; threads with the fast tokenizer, else processes, :mod:`.pool`), and the parent writes what comes back in order, so the output is the same bytes for any
-number of workers. What a record is, and which lines are bad, says :mod:`.records`. A bad one ends the run with file,
-line, reason and its first 80 characters, or is counted by reason (``--skip-bad``); a text that the tokenizer refuses
-makes its record bad.
+(:mod:`.encode`; threads with the fast tokenizer, else processes, :mod:`.pool`), and the parent writes what comes back in
+order, so the output is the same bytes for any number of workers. What a record is, and which lines are bad, says
+:mod:`.records`. A bad one ends the run with file, line, reason and its first 80 characters, or is counted by reason
+(``--skip-bad``); a text that the tokenizer refuses makes its record bad.
 
 A record in which a text is empty, only white space, or without a single token is *empty*: it is skipped for all keys,
 so that the outputs of several keys stay aligned, and counted.
@@ -54,9 +54,7 @@ __all__ = ["SENTENCE_END", "Counts", "Options", "preprocess", "summary"]
 _FINISHED_BYTES = 1 << 28  # of input, after which the finished part is written down
 _COMPARED = 10_000  # one of so many records is compared with the reference tokenizer
 _TRIED = 1 << 16  # characters of the input's start that the fast tokenizer is tried on
-_SHARING = (
-    2  # threads with one encoder, which serves one at a time: one parses meanwhile, and words are remembered once
-)
+_SHARING = 4  # threads with one encoder that remembers words
 _AHEAD = 8  # blocks that are read before they are asked for
 
 
@@ -256,10 +254,11 @@ def _in_threads(
     stream: _Input, encoder: Encoder, options: Options, workers: int, stack: ExitStack
 ) -> Iterator[Encoded]:
     """As processes would, without the cost of sending: nearly all of the fast path runs outside of the interpreter's lock."""
-    encoders: list[Encoder | None] = [encoder, *[None] * ((workers - 1) // _SHARING)]
+    sharing = _SHARING if encoder.remembers else 1
+    encoders: list[Encoder | None] = [encoder, *[None] * ((workers - 1) // sharing)]
     turns: SimpleQueue[int] = SimpleQueue()
     for number in range(workers):
-        turns.put(number // _SHARING)
+        turns.put(number // sharing)
 
     def encode(work: Work) -> Encoded:
         turn = turns.get()

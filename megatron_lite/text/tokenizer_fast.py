@@ -94,6 +94,7 @@ class Encoder:
         tokenizer: the reference.
         fast: ids by gigatoken; :func:`encoder_of` gives it where it is proved.
         slow: whether a text has to be encoded by the reference all the same.
+        remembers: words are remembered, so that threads gain by sharing it although it serves one at a time.
     """
 
     def __init__(
@@ -101,8 +102,9 @@ class Encoder:
         tokenizer: Tokenizer,
         fast: Callable[[list[str]], Ids] | None = None,
         slow: Callable[[str], bool] = lambda text: False,
+        remembers: bool = True,
     ) -> None:
-        self.tokenizer, self._fast, self._slow = tokenizer, fast, slow
+        self.tokenizer, self._fast, self._slow, self.remembers = tokenizer, fast, slow, remembers
 
     @property
     def is_fast(self) -> bool:
@@ -266,8 +268,8 @@ def _sentencepiece(tokenizer: SentencePieceTokenizer) -> Encoder:
     merges = content["model"]["merges"]
     content["model"]["merges"] = [m for m in merges if not never.intersection((*m, "".join(m)))]
     whole, bare = json.dumps(content), json.dumps({**content, "normalizer": None})
-    ascii_only = _Backend(lambda: load_hf_json(whole))
     normalised = _Backend(lambda: load_hf_json(bare))
+    ascii_only = _Backend(lambda: load_hf_json(whole))
 
     def encode(texts: list[str]) -> Ids:
         wide = [i for i, text in enumerate(texts) if not text.isascii()]
@@ -276,7 +278,7 @@ def _sentencepiece(tokenizer: SentencePieceTokenizer) -> Encoder:
         found = _mixed(texts, wide, lambda those: normalised(model.normalize(those)), ascii_only)
         return surrounded(found, tokenizer.begin, ())
 
-    return Encoder(tokenizer, encode)
+    return Encoder(tokenizer, encode, remembers=False)
 
 
 _BUILDERS: dict[type, Callable[[Any], Encoder]] = {

@@ -184,6 +184,17 @@ def test_files_are_checked(tmp_path):
     )
 
 
+def test_loss_masks_and_other_files_are_no_tokens(tmp_path):
+    a = write(tmp_path / "a", [50])
+    with IndexedWriter(a + "_loss_mask", dtype="uint8") as mask:
+        mask.add_document([1] * 50)
+    assert f"{a}_loss_mask is a loss mask: give the tokens, {a}" in problems(build(a + "_loss_mask"))
+    (tmp_path / "a.text").write_text("x")
+    assert "a.text is a file, not the prefix of a dataset" in problems(build(str(tmp_path / "a.text")))
+    z = write(tmp_path / "z_text_document", [50])
+    assert f"there are: {z}, {a}" in problems(build(str(tmp_path / "z")))  # the likely one first
+
+
 def test_vocabulary_is_checked(tmp_path):
     path = write(tmp_path / "a", [50])
     assert build(path, vocab_size=50).train is not None

@@ -224,6 +224,9 @@ def test_templates_that_change_their_mind_are_refused(model: Path, tmp_path: Pat
     assert "the template refuses it: roles must alternate" in why_bad(folder, SYSTEM)
     folder = tokenizer_with(model, tmp_path / "v", "{{ messages[0].nothing.here }}")
     assert "the template refuses it" in why_bad(folder, TALK)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "q"}]}, TALK[1]]
+    folder = tokenizer_with(model, tmp_path / "w", CHATML)
+    assert "writes an array of parts as it stands" in why_bad(folder, parts)
 
 
 # ---- templates
@@ -304,6 +307,8 @@ def test_records() -> None:
         ({"messages": "x"}, "the value of 'messages' is not an array"),
         ({"messages": ["x"]}, "a message is not an object"),
         ({"messages": [{"role": "user", "content": 3}]}, "neither a string nor an array"),
+        ({"messages": [{"role": "user"}]}, "a message has no 'content'"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "a message has no 'content'"),
         ({"conversations": [{"from": "martian", "value": "q"}]}, "'from' nobody known"),
         ({"messages": [], "tools": "x"}, "'tools' is not an array"),
     ):  # fmt: skip

@@ -53,6 +53,10 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert pipeline.as_data()["steps"][1] == {"mask": {"mail": "[EMAIL]", "ip": "[IP]", "phone": ""}}
 
 
+INDENT = "options stand two spaces further in than their step's name"
+QUOTES = '"no" in quotes, if the word is meant (YAML reads yes, no, on and off as true and false)'
+
+
 def test_everything_wrong_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     text = """txt_key: text
 steps:
@@ -63,6 +67,10 @@ steps:
       html: auto
   - [a, b]
   - mask: 3
+  - normalise:
+    html: never
+  - language: {allow: [en, no, eng]}
+  - bloom: {expected: 1e6}
 source_key: 7
 """
     path = write(tmp_path / "c.yaml", text)
@@ -78,7 +86,10 @@ source_key: 7
         ("7: normalise.html is given twice", ""),
         ("8: steps: expected a step's name, or 'name: {option: value}'", ""),
         ("9: mask: expected fields, as in 'name: value'", ""),
-        ("10: source_key: 7: expected text", ""),
+        ("10: steps: expected a step's name, or 'name: {option: value}'", INDENT),
+        ("12: language.allow: ['en', False, 'eng']: expected a list, each text", QUOTES),
+        ("13: bloom.expected: '1e6': expected a whole number", "1000000"),
+        ("14: source_key: 7: expected text", ""),
     }
 
 

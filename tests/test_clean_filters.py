@@ -17,7 +17,7 @@ from cleaning_fixture import BENCHMARK, Labels, labelled, measured
 from megatron_lite.clean.config import Keys
 from megatron_lite.clean.decontaminate import Decontaminate, DecontaminateOptions
 from megatron_lite.clean.drift import Drift, DriftOptions, Sample, compare, features, limit, sample_of
-from megatron_lite.clean.language import Language, LanguageOptions, sample
+from megatron_lite.clean.language import CODES, Language, LanguageOptions, sample
 from megatron_lite.clean.perplexity import Perplexity, PerplexityOptions
 from megatron_lite.clean.step import Document
 from megatron_lite.cli.main import main
@@ -82,6 +82,10 @@ def test_the_model_sees_beginning_middle_and_end() -> None:
 def test_language_problems() -> None:
     found = Language.problems(LanguageOptions(allow=("EN", "german"), min_score=2.0, sample_characters=5))
     assert len(found) == 4
+    assert Language.problems(LanguageOptions(allow=("eng", "ceb", "zh"))) == [  # eng would drop all of English
+        "allow 'eng': the model knows no such code; ISO 639 codes, as in en or zh"
+    ]
+    assert len(CODES) == 176
 
 
 # ---- decontamination

@@ -20,7 +20,7 @@ from megatron_lite.config.derived import (
     precision,
 )
 from megatron_lite.config.document import document
-from megatron_lite.config.flags import OTHER_NAMES, SECTIONS, field_flags, field_kinds, section_classes
+from megatron_lite.config.flags import ELSEWHERE, OTHER_NAMES, SECTIONS, field_flags, field_kinds, section_classes
 from megatron_lite.config.load import (
     changed,
     from_dict,
@@ -134,6 +134,8 @@ def test_names_of_other_programs_are_understood() -> None:
     known = set(field_flags(LlamaConfig))
     for name, ours in OTHER_NAMES.items():
         assert ours in known and name not in known, (name, ours)
+    assert known.isdisjoint(ELSEWHERE)
+    assert "chat_template.jinja in the tokenizer's directory" in refused("--chat-template my.jinja")
 
 
 def test_on_off() -> None:

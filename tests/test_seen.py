@@ -170,7 +170,7 @@ def test_other_settings_are_refused(tmp_path):
     with pytest.raises(ValueError, match="unit: document there, line here"):
         Bloom(BloomOptions(expected=1000, unit="line")).load(0, bucket_path(saved, 0))
     (problem,) = Exact.problems(SeenOptions(against=saved))
-    assert "step: bloom there, exact here" in problem
+    assert "was saved by the step bloom, not exact" in problem
 
 
 def test_options_that_cannot_work():

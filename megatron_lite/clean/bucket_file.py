@@ -118,6 +118,8 @@ def open_bucket_file(path: str, settings: Mapping[str, Any]) -> BucketFile:
     """
     file = BucketFile(path)
     theirs: Mapping[str, Any] = file.about.get("settings", {})
+    if theirs.get("step") != settings.get("step"):
+        raise ValueError(f"{path} was saved by the step {theirs.get('step')}, not {settings.get('step')}")
     names = sorted({*theirs, *settings})
     differ = [f"{n}: {theirs.get(n)} there, {settings.get(n)} here" for n in names if theirs.get(n) != settings.get(n)]
     if differ:

@@ -26,7 +26,7 @@ import yaml
 from megatron_lite.clean.step import CorpusOptions, Step
 from megatron_lite.config.flags import field_kinds
 from megatron_lite.config.problem import ConfigError, Problem, nearest_name
-from megatron_lite.config.values import convert, plain
+from megatron_lite.config.values import NUMBER, convert, plain
 from megatron_lite.config.yaml_file import construct, mapping_pairs
 
 SAVED_BY = "saved-by"  # file in a directory that a corpus step saved: the digest of the plan that did it
@@ -161,7 +161,9 @@ class _Reader:
             elif isinstance(item, yaml.MappingNode) and len(item.value) == 1:
                 self._read_step(str(item.value[0][0].value), line, item.value[0][1])
             else:
-                self.complain(line, "steps: expected a step's name, or 'name: {option: value}'")
+                options = isinstance(item, yaml.MappingNode) and not item.value[0][1].value
+                hint = "options stand two spaces further in than their step's name" if options else ""
+                self.complain(line, "steps: expected a step's name, or 'name: {option: value}'", hint)
 
     def _read_step(self, name: str, line: int, node: yaml.Node | None) -> None:
         if name not in STEPS:
@@ -197,9 +199,20 @@ class _Reader:
             value = construct(node)
             into[key] = convert(value, kind)
         except ValueError as error:
-            self.complain(line, f"{where}{key}: {value!r}: {error}")
+            self.complain(line, f"{where}{key}: {value!r}: {error}", _yaml_hint(node, value, error))
         except yaml.YAMLError as error:
             self.complain(line, f"{where}{key}: {' '.join(str(error).split())}")
+
+
+def _yaml_hint(node: yaml.Node, value: Any, error: ValueError) -> str:
+    """What YAML reads otherwise than it is meant."""
+    inner = [str(n.value) for n in node.value if n.tag.endswith(":bool")] if isinstance(node, yaml.SequenceNode) else []
+    words = [str(node.value)] if isinstance(value, bool) else inner
+    if words:
+        return f'"{words[0]}" in quotes, if the word is meant (YAML reads yes, no, on and off as true and false)'
+    if isinstance(value, str) and "whole number" in str(error) and NUMBER.match(value) and float(value).is_integer():
+        return f"{float(value):.0f}"
+    return ""
 
 
 def _file_problems(kind: type[Step], options: Any) -> list[str]:

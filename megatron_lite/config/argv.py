@@ -178,5 +178,6 @@ def _unknown(flag: str, model_config: type) -> Problem:
     asked = flags.refused_as(flag)
     if asked:
         return Problem(f"{flag} is not supported: {asked}")
-    nearest = flags.OTHER_NAMES.get(flag) or nearest_name(flag, flags.known_flags(model_config))
+    nearest = flags.OTHER_NAMES.get(flag) or flags.ELSEWHERE.get(flag)
+    nearest = nearest or nearest_name(flag, flags.known_flags(model_config))
     return Problem(f"unknown flag {flag}", nearest=nearest or "see --help for all flags")

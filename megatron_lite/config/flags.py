@@ -319,6 +319,13 @@ OTHER_NAMES: dict[str, str] = {  # what other programs call a flag: ours, for th
     "--eval-steps": "--eval-interval",
     "--resume": "--load",
 }
+ELSEWHERE: dict[str, str] = {  # flags of other commands that text in --data-path makes one think of
+    "--chat-template": "chat_template.jinja in the tokenizer's directory, or data chat --chat-template beforehand",
+    "--json-keys": "data preprocess --json-keys beforehand",
+    "--skip-bad": "data preprocess --skip-bad beforehand, or data chat",
+    "--encoding": "data preprocess --encoding beforehand, or data chat",
+    "--append-eod": "data preprocess --append-eod beforehand; text in --data-path always gets it",
+}
 
 
 def options_of(kind: Any) -> tuple[Any, ...]:

@@ -164,7 +164,9 @@ def _missing(bin_path: Path, idx_path: Path) -> str:
     text = f"{' and '.join(missing)}: no such file"
     if bin_path.name.endswith((".bin.bin", ".idx.bin")):
         text += "; give the prefix without .bin or .idx"
-    near = (
-        sorted(str(path)[: -len(".idx")] for path in idx_path.parent.glob("*.idx")) if idx_path.parent.is_dir() else []
-    )
+    prefix = str(idx_path)[: -len(".idx")]
+    if text.endswith("no such file") and os.path.isfile(prefix):
+        return f"{text}; {prefix} is a file, not the prefix of a dataset (of text, data preprocess makes one)"
+    there = (str(path)[: -len(".idx")] for path in idx_path.parent.glob("*.idx")) if idx_path.parent.is_dir() else ()
+    near = sorted(there, key=lambda name: (not name.startswith(prefix), name))
     return text + (f"; there are: {', '.join(near[:5])}" if near else "")

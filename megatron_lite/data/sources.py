@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from megatron_lite.config.problem import Problem
 from megatron_lite.data.access import Access
 from megatron_lite.data.blend import check_weights
+from megatron_lite.data.index_format import MASK_SUFFIX
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.loss_mask import open_mask
 
@@ -64,6 +65,9 @@ def open_all(prefixes: Iterable[str], access: Access | None = None) -> tuple[dic
             dataset.loss_mask = open_mask(dataset)
         except (OSError, ValueError) as error:
             return str(error) if prefix in str(error) else f"{prefix}: {error}"
+        if prefix.endswith(MASK_SUFFIX) and dataset.dtype.itemsize == 1:  # its ids would be 0 and 1
+            dataset.close()
+            return f"{prefix} is a loss mask: give the tokens, {prefix.removesuffix(MASK_SUFFIX)}"
         if dataset.dtype.kind == "f":  # the format has such files; as ids they would be rounded without a word
             dataset.close()
             return f"{prefix}.bin holds {dataset.dtype.name} numbers, not token ids"

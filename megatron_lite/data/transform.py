@@ -10,6 +10,7 @@ Rows of validation and test data are not changed: their losses stay comparable.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,11 +80,17 @@ class TransformedRows:
         try:
             after = self.transform.function(before, generator)
         except Exception as error:
-            raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
+            raise ValueError(f"{what}: {type(error).__name__}: {error}{_place(error)}") from error
         wrong = row_problem(after, len(before.tokens) - 1, self.vocab_size)
         if wrong is not None:
             raise ValueError(f"{what}: the function gave {wrong}")
         return replace(after, tokens=np.ascontiguousarray(after.tokens, dtype=np.int64), index=before.index)
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised, unless that is our call."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return "" if last.filename == __file__ else f" ({last.filename}:{last.lineno})"
 
 
 def row_problem(row: Any, seq_length: int, vocab_size: int | None) -> str | None:

@@ -102,6 +102,8 @@ def _message(message: Any) -> dict[str, Any]:
     content = message.get("content")
     if not (content is None or isinstance(content, (str, list))):
         raise BadRecord("the 'content' of a message is neither a string nor an array of parts")
+    if content is None and not any(value for key, value in message.items() if key not in ("role", "name")):
+        raise BadRecord("a message has no 'content'")  # templates would write the word None
     return message
 
 
@@ -137,6 +139,8 @@ def render(template: ChatTemplate, conversation: Conversation) -> Rendered:
     messages, tools = conversation.messages, conversation.tools
     try:
         whole = template.render(messages, tools)
+        if any(isinstance(m["content"], list) and str(m["content"]) in whole.text for m in messages if m.get("content")):
+            raise BadRecord("the template writes an array of parts as it stands: give the 'content' as a string")
         if template.marks:
             return whole
         spans = []

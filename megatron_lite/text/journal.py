@@ -50,7 +50,7 @@ class Journal:
             FileNotFoundError: there is no such directory.
         """
         if not self._file.path.parent.is_dir():
-            raise FileNotFoundError(f"{self._file.path.parent}: no such directory (for {self._file.path.name})")
+            raise FileNotFoundError(f"{self._file.path.parent}: no such directory; make it first, the outputs go there")
         lines = _whole_lines(self._file.path) if resume else []
         if lines and (differ := _differences(json.loads(lines[0]), self._identity)):
             raise ValueError(

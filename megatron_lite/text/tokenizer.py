@@ -261,6 +261,8 @@ def build_tokenizer(
     if kind == "TikTokenizer":
         return TiktokenTokenizer(model, tiktoken_pattern, vocab_size, eod_token)
     if kind == "GPT2BPETokenizer":
+        if vocab_file is None or merge_file is None:
+            raise ValueError(f"--tokenizer-type {kind} (the default) needs --vocab-file and --merge-file")
         return Gpt2BpeTokenizer(vocab_file, merge_file, eod_token)
     if kind == "NullTokenizer":
         return NullTokenizer(vocab_size)

@@ -213,8 +213,7 @@ def first_sample_line(decode: Callable[[list[int]], str] | None, tokens: torch.T
     ids = tokens[:64].tolist()
     if decode is None:
         return f"first sample: ids {ids[:16]} ..."
-    text = decode(ids).replace("\n", "\\n")
-    return f"first sample: {text[:width]!r}"
+    return f"first sample: {decode(ids)[:width]!r}"
 
 
 def host_names(mesh: ProcessMesh, host: str) -> list[str]:

@@ -1,16 +1,19 @@
 // Index arithmetic of the Megatron-LM sample order that NumPy can only do slowly, or with more memory.
 //
 // `build_sample_index` walks over documents: sample i takes tokens [i*S, i*S + S + extra) of the concatenated documents,
-// so sample i + 1 starts `extra` tokens before sample i ends. `blend_indices` gives each position of a blend to the
-// dataset that lags furthest behind its weight. megatron_lite/data has both in NumPy, with identical results, for
+// so sample i + 1 starts `extra` tokens before sample i ends. `greedy` gives each position of a blend to the member
+// that lags furthest behind its weight. megatron_lite/data has both in NumPy, with identical results, for
 // environments without a compiler. Everything is int64: a corpus may have more than 2^31 tokens.
 //
 // The files of this module are a plain Python extension (pybind11, whose headers come with torch); it needs no torch when it runs.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -57,39 +60,38 @@ py::array_t<int64_t> build_sample_index(const Array<int32_t>& sizes, const Array
   return result;
 }
 
-template <class Index>
-py::tuple blend(const double* weight, int64_t datasets, int64_t size) {
-  py::array_t<Index> dataset_index(size);
-  py::array_t<int64_t> sample_index(size);
-  Index* which = dataset_index.mutable_data();
-  int64_t* sample = sample_index.mutable_data();
+// Positions [first, first + length) of a blend, given how often each member was taken before: int64 [length].
+py::array_t<int64_t> greedy(const Array<double>& weights, int64_t length, int64_t first, const Array<int64_t>& counts,
+                            const std::optional<Array<int64_t>>& quotas) {
+  const int64_t members = weights.size();
+  if (length < 0 || members < 1 || counts.size() != members || (quotas && quotas->size() != members)) {
+    throw py::value_error("length must be >= 0, and there must be a weight, a count and a quota for each member");
+  }
+  py::array_t<int64_t> result(length);
+  int64_t* out = result.mutable_data();
+  const double* weight = weights.data();
+  const int64_t* quota = quotas ? quotas->data() : nullptr;
+  std::vector<int64_t> count(counts.data(), counts.data() + members);
+  bool all_full = false;
   {
     py::gil_scoped_release release;
-    std::vector<int64_t> count(datasets, 0);
-    for (int64_t i = 0; i < size; ++i) {
-      const double position = i > 1 ? double(i) : 1.0;
-      int64_t best = 0;
+    for (int64_t i = 0; i < length && !all_full; ++i) {
+      const double position = double(std::max<int64_t>(first + i, 1));
+      int64_t best = -1;
       double most = -std::numeric_limits<double>::infinity();
-      for (int64_t d = 0; d < datasets; ++d) {
+      for (int64_t d = 0; d < members; ++d) {
         const double lag = weight[d] * position - double(count[d]);
-        if (lag > most) {  // ties stay with the lower dataset
+        if (lag > most && !(quota && count[d] >= quota[d])) {  // ties stay with the lower member
           most = lag;
           best = d;
         }
       }
-      which[i] = Index(best);
-      sample[i] = count[best]++;
+      all_full = best < 0;
+      if (!all_full) ++count[out[i] = best];
     }
   }
-  return py::make_tuple(dataset_index, sample_index);
-}
-
-// (dataset_index int16 [size] (int32 for more than 32,767 datasets), sample_index int64 [size]).
-py::tuple blend_indices(const Array<double>& weights, int64_t size) {
-  if (size < 0 || weights.size() < 1) throw py::value_error("size must be >= 0, and there must be a weight");
-  const int64_t datasets = weights.size();
-  return datasets <= 32767 ? blend<int16_t>(weights.data(), datasets, size)
-                           : blend<int32_t>(weights.data(), datasets, size);
+  if (all_full) throw py::value_error("the quotas are less than the positions");
+  return result;
 }
 
 }  // namespace
@@ -101,7 +103,7 @@ void add_windows(py::module_& m);        // windows.cpp
 PYBIND11_MODULE(_index, m) {
   m.def("build_sample_index", &build_sample_index, py::arg("sizes"), py::arg("doc_idx"), py::arg("seq_length"),
         py::arg("num_samples"), py::arg("extra"));
-  m.def("blend_indices", &blend_indices, py::arg("weights"), py::arg("size"));
+  m.def("greedy", &greedy, py::arg("weights"), py::arg("length"), py::arg("first"), py::arg("counts"), py::arg("quotas"));
   add_text_measures(m);
   add_minhash(m);
   add_windows(m);

@@ -321,6 +321,6 @@ def test_real_build_in_a_path_with_spaces(tmp_path):
         pytest.skip(str(error))
     where, outcome = build.build(tmp_path / "with space", only=("index",))
     assert where is not None, outcome
-    code = f"import sys; sys.path.insert(0, {str(where)!r}); import _index; print(_index.blend_indices([1.0], 3)[0].tolist())"
+    code = f"import sys; sys.path.insert(0, {str(where)!r}); import _index; print(_index.greedy([1.0], 3, 0, [0], None).tolist())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[0, 0, 0]"

@@ -48,15 +48,30 @@ def test_index_helpers_are_their_definitions(module):
             module.build_sample_index(sizes, order, seq_length, samples + 1, extra)
     with pytest.raises(ValueError, match=r"doc_idx\[1\]"):
         module.build_sample_index(np.ones(3, np.int32), np.array([0, 3]), 1, 1, 0)
-    weights = np.array([0.2, 0.5, 0.2, 0.1])
-    which, sample = module.blend_indices(weights, 500)
-    assert which.dtype == np.int16 and sample.dtype == np.int64
-    counts = np.zeros(4)
-    for i in range(500):
-        best = int(np.argmax(weights * max(i, 1) - counts))
-        assert (which[i], sample[i]) == (best, counts[best])
-        counts[best] += 1
-    assert module.blend_indices(np.ones(40000) / 40000, 3)[0].dtype == np.int32
+
+
+def test_the_greedy_rule_is_its_definition(module):
+    """Position by position, from the middle too; members that have reached their quota are out; far positions."""
+    random = np.random.default_rng(4)
+    for case in range(60):
+        members, first = int(random.integers(1, 9)), (0, 1, 7, 10**15)[case % 4]
+        weights = random.choice([0.1, 0.2, 0.3, 0.5, 1e-9], members)
+        start = np.floor(weights / weights.sum() * first).astype(np.int64)
+        quotas = start + random.multinomial(40, weights / weights.sum()) if case % 2 else None
+        length = 40 if quotas is not None else 100
+        found, counts = module.greedy(weights, length, first, start, quotas), start.copy()
+        assert found.dtype == np.int64 and len(found) == length
+        for i in range(length):
+            lag = weights * float(max(first + i, 1)) - counts
+            if quotas is not None:
+                lag[counts >= quotas] = -np.inf
+            assert found[i] == int(np.argmax(lag)), (case, i)
+            counts[found[i]] += 1
+        if quotas is not None:
+            with pytest.raises(ValueError, match="quotas are less"):
+                module.greedy(weights, 41, first, start, quotas)
+    with pytest.raises(ValueError, match="a count and a quota for each"):
+        module.greedy(np.ones(2), 3, 0, np.zeros(3, np.int64), None)
 
 
 def test_index_helper_is_64_bits_wide(module):

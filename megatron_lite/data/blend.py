@@ -7,16 +7,16 @@ by largest remainder, so counts never stray from w * n by more than 1 there, and
 whatever the size of the blend, which has no end: members go on with their next epoch.
 
 Weights are exact here (a float is a fraction), so every rank agrees on every quota. How many samples of each member lie
-before a position is computed from the quotas and the rule, never counted along the way, so a resumed run knows it too.
+before a position is computed from the quotas and the rule, never counted along the way, so a resumed run knows it too. The
+rule itself is compiled where it can be: the megatron order walks through it up to the last sample when a run starts.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from decimal import Context, Decimal
 from fractions import Fraction
 from typing import Protocol
@@ -29,8 +29,7 @@ from megatron_lite.data.row import Dataset, Row
 _index = index_helper()
 
 BLOCK = 65536
-CHUNK = 4096  # positions computed at a time, so that no row waits for a whole block
-_HELPER_UP_TO = 1 << 26  # positions; the compiled helper makes all of them at once, in 10 bytes each
+CHUNK = 4096  # positions of a block computed at a time, so that no row waits for a whole one
 _CHUNKS_KEPT = 16  # a report of what was consumed looks back, behind what is built ahead
 _KEEP_EVERY = 64  # blocks between states kept for going back, where quotas are found in sequence
 
@@ -75,58 +74,67 @@ class Blend(Protocol):
         """Samples of each member in the first ``size`` positions."""
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Positions of a blend that are computed together.
+class _Greedy:
+    """The greedy rule from a first position on, a chunk at a time: chunks follow from those before, whose counts are kept.
 
-    Attributes:
-        members: int32 [n], member at each position.
-        samples: int64 [n], sample of that member.
-        before: int64 [members], samples of each before the chunk.
+    Args:
+        weights: float64 [members]; one with weight 0 is never drawn.
+        size: positions.
+        chunk: positions computed at a time.
+        quotas: int64 [members], see :func:`greedy`.
     """
 
-    members: np.ndarray
-    samples: np.ndarray
-    before: np.ndarray
+    def __init__(self, weights: np.ndarray, size: int, chunk: int, quotas: np.ndarray | None = None) -> None:
+        self._used = np.flatnonzero(weights)
+        self._weights, self._quotas = weights[self._used], None if quotas is None else quotas[self._used]
+        self._size, self._chunk = size, chunk
+        self._taken = [np.zeros(len(weights), dtype=np.int64)]  # at the borders known so far
+
+    def members(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """(member at each position of a chunk, int64; samples of each member before the chunk, int64 [members])."""
+        for n in range(min(number, len(self._taken) - 1), number + 1):
+            first, taken = n * self._chunk, self._taken[n]
+            length = min(self._chunk, self._size - first)
+            members = self._used[greedy(self._weights, length, first, taken[self._used], self._quotas)]
+            if n + 1 == len(self._taken):
+                self._taken.append(taken + np.bincount(members, minlength=len(taken)))
+        return members, self._taken[number]
 
 
-class _Blend(ABC):
-    """Chunks of positions, computed when asked for; subclasses say what is in a chunk."""
+class _Blend:
+    """Chunks of positions, computed when asked for by ``make`` (as :meth:`_Greedy.members`)."""
 
-    def __init__(self, chunk: int, members: int) -> None:
-        self._chunk, self.num_members = chunk, members
+    def __init__(self, chunk: int, members: int, make: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> None:
+        self._chunk, self.num_members, self._make = chunk, members, make
         self._lock = threading.Lock()
-        self._cache: dict[int, _Chunk] = {}
+        self._cache: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def locate(self, i: int) -> tuple[int, int]:
         """(member, sample of that member) at position i."""
         number, place = divmod(i, self._chunk)
-        found = self._get(number)
-        return int(found.members[place]), int(found.samples[place])
+        members, samples, _ = self._get(number)
+        return int(members[place]), int(samples[place])
 
     def consumed(self, size: int) -> list[int]:
         """Samples of each member in the first ``size`` positions."""
         if size == 0:
             return [0] * self.num_members
         number, place = divmod(size - 1, self._chunk)
-        found = self._get(number)
-        inside = np.bincount(found.members[: place + 1], minlength=self.num_members)
-        counts: list[int] = (found.before + inside).tolist()
+        members, _, before = self._get(number)
+        counts: list[int] = (before + np.bincount(members[: place + 1], minlength=self.num_members)).tolist()
         return counts
 
-    def _get(self, number: int) -> _Chunk:
+    def _get(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(members, their samples, samples of each before) of a chunk."""
         found = self._cache.get(number)
         if found is None:
             with self._lock:
                 found = self._cache.get(number)
                 if found is None:
-                    found = self._make(number)
+                    members, before = self._make(number)
+                    found = members.astype(np.int32), _samples(members, before), before
                     self._cache = {**dict(list(self._cache.items())[1 - _CHUNKS_KEPT :]), number: found}
         return found
-
-    @abstractmethod
-    def _make(self, number: int) -> _Chunk:
-        """A chunk by its number."""
 
 
 class WindowsBlend(_Blend):
@@ -139,7 +147,7 @@ class WindowsBlend(_Blend):
 
     def __init__(self, weights: Sequence[float], block: int = BLOCK) -> None:
         check_weights(weights)
-        super().__init__(CHUNK if block % CHUNK == 0 else block, len(weights))
+        super().__init__(CHUNK if block % CHUNK == 0 else block, len(weights), self._members)
         self.block = block
         fractions = [Fraction(w) for w in weights]
         scale = math.lcm(*(f.denominator for f in fractions))
@@ -148,7 +156,7 @@ class WindowsBlend(_Blend):
         # Below one position a block, largest remainders alone could take a position back at a later border.
         self._closed = min(u for u in self._units if u) * block >= self._total
         self._states: dict[int, list[int]] = {0: [0] * len(weights)}
-        self._current: tuple[int, np.ndarray, np.ndarray, list[np.ndarray]] | None = None
+        self._current: tuple[int, np.ndarray, _Greedy] | None = None  # block, counts before it, what is in it
 
     def counts(self, number: int) -> list[int]:
         """Samples of each member in the first ``number`` blocks."""
@@ -194,25 +202,15 @@ class WindowsBlend(_Blend):
             least[d] = k
         return least
 
-    def _make(self, number: int) -> _Chunk:
+    def _members(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         block, inside = divmod(number, self.block // self._chunk)
         if self._current is None or self._current[0] != block:
             before = np.array(self.counts(block))
             quotas = np.array(self.counts(block + 1)) - before
             assert quotas.min() >= 0 and quotas.sum() == self.block
-            self._current = (block, before, quotas, [np.zeros_like(quotas)])
-        _, before, quotas, taken = self._current  # taken: in the block, at the borders of the chunks known so far
-        used = np.flatnonzero(quotas)
-        while True:
-            chunk = min(len(taken) - 1, inside)
-            places = greedy(
-                quotas[used] / self.block, self._chunk, chunk * self._chunk, taken[chunk][used], quotas[used]
-            )
-            members = used[places]
-            if chunk + 1 == len(taken):
-                taken.append(taken[chunk] + np.bincount(members, minlength=len(quotas)))
-            if chunk == inside:
-                return _with_samples(members, before + taken[chunk])
+            self._current = (block, before, _Greedy(quotas / self.block, self.block, self._chunk, quotas))
+        members, taken = self._current[2].members(inside)
+        return members, self._current[1] + taken
 
 
 class MegatronBlend(_Blend):
@@ -223,33 +221,11 @@ class MegatronBlend(_Blend):
         size: positions.
     """
 
-    def __init__(self, weights: Sequence[float] | np.ndarray, size: int, chunk: int = CHUNK) -> None:
+    def __init__(self, weights: Sequence[float] | np.ndarray, size: int, chunk: int = BLOCK) -> None:
         weights = np.asarray(weights, dtype=np.float64)
         check_weights(weights.tolist())
-        super().__init__(chunk, len(weights))
+        super().__init__(chunk, len(weights), _Greedy(weights, size, chunk).members)
         self.size = size
-        self._used = np.flatnonzero(weights)
-        self._weights = weights[self._used]
-        self._places: np.ndarray | None = None
-        self._counts = [np.zeros(len(weights), dtype=np.int64)]  # at the borders known so far
-        if _index is not None and size <= _HELPER_UP_TO:
-            self._places = _index.blend_indices(self._weights, size)[0]
-
-    def _make(self, number: int) -> _Chunk:
-        while True:
-            chunk = min(len(self._counts) - 1, number)
-            members = self._members(chunk)
-            if chunk + 1 == len(self._counts):
-                self._counts.append(self._counts[chunk] + np.bincount(members, minlength=len(self._counts[0])))
-            if chunk == number:
-                return _with_samples(members, self._counts[chunk])
-
-    def _members(self, number: int) -> np.ndarray:
-        first = number * self._chunk
-        if self._places is not None:
-            return self._used[self._places[first : first + self._chunk]]
-        length = min(self._chunk, self.size - first)
-        return self._used[greedy(self._weights, length, first, self._counts[number][self._used])]
 
 
 def greedy(
@@ -268,10 +244,10 @@ def greedy(
     Returns:
         int64 [length], members.
     """
+    if _index is not None:
+        found: np.ndarray = _index.greedy(weights, length, first, counts, quotas)
+        return found
     members = np.empty(length, dtype=np.int64)
-    if len(weights) == 1:
-        members[:] = 0
-        return members
     taken = counts.astype(np.float64)
     left = (quotas - counts).tolist() if quotas is not None else [-1] * len(weights)
     if quotas is not None:
@@ -290,13 +266,13 @@ def greedy(
     return members
 
 
-def _with_samples(members: np.ndarray, before: np.ndarray) -> _Chunk:
-    """The sample of its member at each place, given the counts before the chunk."""
+def _samples(members: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """The sample of its member at each place, int64, given the counts before the chunk."""
     order = np.argsort(members, kind="stable")
     counts = np.bincount(members, minlength=len(before))
     samples = np.empty(len(members), dtype=np.int64)
     samples[order] = np.arange(len(members)) + np.repeat(before - (np.cumsum(counts) - counts), counts)
-    return _Chunk(members.astype(np.int32), samples, before)
+    return samples
 
 
 class BlendedDataset:

@@ -669,6 +669,16 @@ def test_tool_names_wrong_flags(
     assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_a_prefix_has_a_name_and_documents_an_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines(tmp_path / "a.jsonl", [{"text": "1 2"}])
+    asked = ["--input", str(tmp_path / "a.jsonl"), *NULL, "--output-prefix"]
+    with pytest.raises(SystemExit):  # it would write hidden files, or _text_document
+        cli.main([*asked, f"{tmp_path}/"])
+    assert f"is a directory: add the beginning of a name, as in {tmp_path}/corpus" in capsys.readouterr().err
+    assert cli.main([*asked, str(tmp_path / "b")]) == 0 and "without --append-eod" in capsys.readouterr().err
+    assert cli.main([*asked, str(tmp_path / "c"), "--append-eod"]) == 0 and "append" not in capsys.readouterr().err
+
+
 def test_tool_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(tmp_path / "a.jsonl", [{"text": "1 2"}, [1]])
     assert tool(tmp_path) == 2

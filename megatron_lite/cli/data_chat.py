@@ -69,6 +69,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
             p.error(f"--{name.replace('_', '-')} {value}: give at least {least}")
     if not args.output_prefix.strip():
         p.error("--output-prefix is given an empty text: give a path such as data/chat")
+    if args.output_prefix.endswith("/"):
+        p.error(f"--output-prefix {args.output_prefix} is a directory: add the beginning of a name, as in {args.output_prefix}chat")
     return args
 
 

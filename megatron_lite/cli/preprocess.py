@@ -77,6 +77,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         p.error(f"--workers {args.workers}: give at least 1")
     if not args.output_prefix.strip():
         p.error("--output-prefix is given an empty text: give a path such as data/corpus")
+    if args.output_prefix.endswith("/"):
+        p.error(f"--output-prefix {args.output_prefix} is a directory: add the beginning of a name, as in {args.output_prefix}corpus")
     return args
 
 
@@ -137,6 +139,8 @@ def _run(args: argparse.Namespace) -> int:
         check_options(reading, files)
         if note := repeated(files):
             print(note, file=sys.stderr)
+        if not args.append_eod:
+            print("note: without --append-eod a model does not learn where a document ends", file=sys.stderr)
         counts = preprocess(
             files,
             args.output_prefix,

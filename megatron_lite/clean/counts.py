@@ -112,7 +112,7 @@ class StepCounts:
         """Count what became of the documents that came; (kept, dropped)."""
         kept, dropped = [], []
         for document in documents:
-            if document.dropped is None and not document.text.strip():
+            if document.dropped is None and (not document.text or document.text.isspace()):
                 document.dropped = "nothing left"
             if document.dropped is None:
                 flow = self.flows[document.source]

@@ -1,8 +1,8 @@
 """Documents: made from the records of input files, and written as lines.
 
-Two forms of lines: *output*, a JSON object that looks like the record it came from, and *spool*, what one stage leaves for
-the next. Where orjson cannot hold a value (a whole number of more than 64 bits, NaN) the standard library reads and
-writes it.
+Two forms of lines: *output*, the line that a document came from, or where it has changed its JSON object anew, and *spool*,
+what one stage leaves for the next: what the object does not hold, a tab, and the output line. Where orjson cannot hold a
+value (a whole number of more than 64 bits, NaN) the standard library reads and writes it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from io import BytesIO
 from typing import Any
 
 import orjson
@@ -52,25 +53,29 @@ def read_block(file: int, block: Block, base: int, keys: Keys, skip_bad: bool) -
                 raise BadInput(f"{block.file}:{number}: {record}: {excerpt(line)}")
             found.bad[record.reason] += 1
             continue
-        text = record.pop(keys.text_key)
+        text = record[keys.text_key]
         source = record.get(keys.source_key) if keys.source_key else block.file
         if not isinstance(source, str):
             source = "(no source)"
         found.read[source] += 1
-        if text.strip():
-            number_of_all = file << LINE_BITS | base + number
-            found.documents.append(Document(text, number_of_all, source, record, _language(record, keys)))
-        else:
+        if not text or text.isspace():
             found.empty += 1
+            continue
+        found.documents.append(
+            Document(text, file << LINE_BITS | base + number, source, record, _language(record, keys), line=line)
+        )
     return found
 
 
 def _records(block: Block, keys: Keys) -> Iterator[tuple[int, bytes, dict[str, Any] | BadRecord]]:
-    """(number, its line or start, its fields or what is wrong) of the records of a block."""
+    """(number, its line, its object or what is wrong) of the records of a block.
+
+    The line is empty where it does not hold the object as it is, and the start of what there is of a bad record.
+    """
     if isinstance(block, Lines):
         for number, line in numbered_lines(block.first, block.data):
             try:
-                yield number, line, _record(line, keys.text_key)
+                yield number, *_record(line, keys.text_key)
             except BadRecord as why:
                 yield number, line, why
         return
@@ -84,25 +89,27 @@ def _records(block: Block, keys: Keys) -> Iterator[tuple[int, bytes, dict[str, A
             yield number, b"", {keys.text_key: text, **others}
 
 
-def _record(line: bytes, text_key: str) -> dict[str, Any]:
-    """The object of a line, with a text under ``text_key``. Raises BadRecord."""
+def _record(line: bytes, text_key: str) -> tuple[bytes, dict[str, Any]]:
+    """(the line, its object with a text under ``text_key``); no line where the object had to be changed. Raises BadRecord."""
     try:
         record = orjson.loads(line)
         if isinstance(record, dict) and isinstance(record.get(text_key), str) and not _rounded(record):
-            return record
+            return line.strip(), record
     except orjson.JSONDecodeError:
         pass
     (text,) = parse_line(line, [text_key])  # or says what is wrong
-    record = {**json.loads(line), text_key: text}
+    record = json.loads(line)
+    line = line.strip() if record[text_key] == text else b""
+    record[text_key] = text
     try:
         json.dumps(record, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise BadRecord("a lone surrogate, which is no text") from None
-    return record
+    return line, record
 
 
 def _loads(line: bytes) -> Any:
-    """A value that :func:`_dump` wrote."""
+    """The object of an output line."""
     try:
         value = orjson.loads(line)
         return json.loads(line) if _rounded(value) else value
@@ -137,37 +144,48 @@ def _dump(value: Any) -> bytes:
 
 
 def output_line(document: Document, keys: Keys) -> bytes:
-    """The record of a document: its text first, then its other fields as they were."""
-    return _dump(_output(document, keys))
+    """The line that a document came from, or its record anew when it has changed."""
+    changed = _changes(document, keys)
+    return document.line + b"\n" if document.line and not changed else _dump({**document.record, **changed})
 
 
-def _output(document: Document, keys: Keys) -> dict[str, Any]:
-    record = {keys.text_key: document.text, **document.record}
+def _changes(document: Document, keys: Keys) -> dict[str, Any]:
+    """The fields of a document that are others than those of its record."""
+    changed: dict[str, Any] = {}
+    if document.text != document.record.get(keys.text_key):
+        changed[keys.text_key] = document.text
     if keys.language_key and document.language != _language(document.record, keys):
-        record[keys.language_key] = document.language
-    return record
+        changed[keys.language_key] = document.language
+    return changed
 
 
 def read_output(line: bytes, keys: Keys, number: int, source: str, language: str | None) -> Document:
     """The document of an output line; what the line does not hold is given."""
     record = _loads(line)
-    return Document(record.pop(keys.text_key), number, source, record, language)
+    return Document(record[keys.text_key], number, source, record, language, line=line.rstrip(b"\n"))
 
 
 def dropped_line(document: Document, keys: Keys, step: str) -> bytes:
     """The record of a dropped document as the step saw it, with the reason and the step."""
-    return _dump({**_output(document, keys), "dropped": document.dropped, "step": step})
+    return _dump({**document.record, **_changes(document, keys), "dropped": document.dropped, "step": step})
 
 
-def spool_line(document: Document) -> bytes:
+def spool_line(document: Document, keys: Keys) -> bytes:
     """A document for the next stage."""
-    return _dump([document.number, document.source, document.language, document.text, document.record])
+    return orjson.dumps([document.number, document.source, document.language]) + b"\t" + output_line(document, keys)
 
 
-def read_spool(data: bytes) -> list[Document]:
+def read_spool(data: bytes, keys: Keys) -> list[Document]:
     """The documents of whole spool lines."""
     documents = []
-    for line in data.splitlines():
-        number, source, language, text, record = _loads(line)
-        documents.append(Document(text, number, source, record, language))
+    for line in BytesIO(data):
+        head, _, output = line.partition(b"\t")
+        documents.append(read_output(output, keys, *orjson.loads(head)))
     return documents
+
+
+def spooled_numbers(data: bytes) -> tuple[int, int]:
+    """Numbers of the first and the last document of whole spool lines."""
+    begin = data.rfind(b"\n", 0, len(data) - 1) + 1
+    first, last = (orjson.loads(data[at : data.index(b"\t", at)])[0] for at in (0, begin))
+    return first, last

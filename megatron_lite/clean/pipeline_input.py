@@ -50,14 +50,13 @@ def input_blocks(
         path = inputs[number]
         is_cut = start > 0 and path.suffix != ".parquet"
         skipped = lines_before(path, reading, start) if is_cut else 0
-        base, end, name = 0, 0, ""
+        base, before = 0, None
         for block in open_input(path, reading, start, stop):
-            if name and block.file != name:  # the next file of an archive
-                base += end
-            name = block.file
-            if isinstance(block, Lines):
+            if isinstance(before, Lines) and block.file != before.file:  # the next file of an archive
+                base += before.first + before.data.count(b"\n")
+            if skipped and isinstance(block, Lines):
                 block = replace(block, first=block.first + skipped)
-                end = block.first + block.data.count(b"\n")
+            before = block
             yield Block(0, number, base, block)
 
 

@@ -75,7 +75,7 @@ def decide_now(stage: Stage, decider: Decider, done: Done) -> None:
     if not places:
         return
     documents = [
-        read_output(done.lines[at], stage.keys, *done.heads[at]) if stage.last else read_spool(done.lines[at])[0]
+        read_output(done.lines[at], stage.keys, *done.heads[at]) if stage.last else read_spool(done.lines[at], stage.keys)[0]
         for at in places
     ]
     counts = done.counts.step(stage.keyed)

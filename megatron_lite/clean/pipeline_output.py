@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from io import BytesIO
 from itertools import takewhile
 from pathlib import Path
 
@@ -139,7 +140,7 @@ def _lines_from(readers: Sequence[FrameReader], start: int) -> Iterator[tuple[in
             first = frames[-1] if frames else 0
             at += reader.frames[first].start
             for data in reader.read_frames(first):
-                for line in data.splitlines(keepends=True):
+                for line in BytesIO(data):
                     if at >= start:
                         yield at, line
                     at += len(line)
@@ -167,4 +168,4 @@ def merge_dropped(work: WorkDirectory, stages: int, shard_bytes: int) -> None:
 
 def _spooled(path: Path) -> Iterator[bytes]:
     for data in FrameReader(path).read_frames():
-        yield from data.splitlines(keepends=True)
+        yield from BytesIO(data)

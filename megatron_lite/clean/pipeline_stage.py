@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_lite.clean.config import Keys, Pipeline, StepConfig
 from megatron_lite.clean.counts import StageCounts
-from megatron_lite.clean.documents import dropped_line, output_line, read_block, read_spool, spool_line
+from megatron_lite.clean.documents import dropped_line, output_line, read_block, read_spool, spool_line, spooled_numbers
 from megatron_lite.clean.pipeline_work import WorkDirectory
 from megatron_lite.clean.step import CorpusStep, Document, LocalStep, place_of
 from megatron_lite.text import inputs
@@ -111,8 +111,7 @@ class Block:
     def place(self) -> str:
         """Where the block is, for people."""
         if self.block is None:
-            documents = read_spool(self.spool)
-            (file, first), (last_file, last) = place_of(documents[0].number), place_of(documents[-1].number)
+            (file, first), (last_file, last) = (place_of(number) for number in spooled_numbers(self.spool))
             return f"record {first} of input {file + 1} to record {last} of input {last_file + 1}"
         is_lines = isinstance(self.block, inputs.Lines)
         size = self.block.data.rstrip().count(b"\n") + 1 if isinstance(self.block, inputs.Lines) else len(self.block)
@@ -157,7 +156,7 @@ class Done:
 
 def line_of(stage: Stage, document: Document) -> bytes:
     """A document as the stage writes it."""
-    return output_line(document, stage.keys) if stage.last else spool_line(document)
+    return output_line(document, stage.keys) if stage.last else spool_line(document, stage.keys)
 
 
 def apply_drops(step: CorpusStep, documents: Sequence[Document], drops: np.ndarray) -> None:
@@ -194,7 +193,7 @@ class StageWorker:
         """Take one block through the stage. Raises StepFailed."""
         done, stage = Done(), self._stage
         if block.block is None:
-            documents = read_spool(block.spool)
+            documents = read_spool(block.spool, stage.keys)
         else:
             try:
                 records = read_block(block.file, block.block, block.base, stage.keys, stage.skip_bad)

@@ -54,31 +54,33 @@ class Seen(CorpusStep):
     def keys(self, documents: Sequence[Document]) -> np.ndarray:
         from xxhash import xxh3_128_digest
 
-        numbers: list[int] = []
+        counts: list[int] = []  # of the units of each document that are compared
         units: list[int] = []
-        digests: list[bytes] = []
-        whole, least = self.options.unit == "document", self.options.min_length
+        texts: list[str] = []
+        least = self.options.min_length
         for document in documents:
-            texts = [document.text] if whole else document.text.split(self._separator)
-            for unit, text in enumerate(texts):
-                compared = self._compared(text, whole)
-                if not whole and len(compared) < least:
-                    continue
-                numbers.append(document.number)
-                units.append(unit)
-                digests.append(xxh3_128_digest(compared.encode("utf-8", "surrogatepass")))
-        keys = np.zeros(len(numbers), KEY)
-        keys["number"], keys["unit"] = numbers, units
-        keys["hash"] = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+            before = len(units)
+            if self.options.unit == "document":
+                units.append(0)
+                texts.append(self._compared(document.text))
+            else:
+                some = list(map(str.strip, document.text.split(self._separator)))
+                if self.options.ignore_whitespace or self.options.ignore_case:
+                    some = list(map(self._compared, some))
+                units += [unit for unit, text in enumerate(some) if len(text) >= least]
+                texts += [text for text in some if len(text) >= least]
+            counts.append(len(units) - before)
+        keys = np.zeros(len(units), KEY)
+        keys["number"] = np.repeat(np.array([document.number for document in documents], "<u8"), counts)
+        keys["unit"] = units
+        keys["hash"] = np.frombuffer(b"".join(map(xxh3_128_digest, map(str.encode, texts))), "<u8").reshape(-1, 2)
         keys["bucket"] = keys["hash"][:, 0] % np.uint64(self.buckets)
         return keys
 
-    def _compared(self, text: str, whole: bool) -> str:
-        """A unit as it is compared."""
+    def _compared(self, text: str) -> str:
+        """A unit, without white space around it where it is a part of a document, as it is compared."""
         if self.options.ignore_whitespace:
             text = " ".join(text.split())
-        elif not whole:
-            text = text.strip()
         return text.lower() if self.options.ignore_case else text
 
     def decide(self, bucket: int, keys: np.ndarray) -> np.ndarray:

@@ -45,7 +45,8 @@ class Document:
         text: what the steps look at and change.
         number: its place in the corpus: ``file << LINE_BITS | line``, whatever part reads it.
         source: name under which the report counts it (the record's field ``source_key``, else the file's name).
-        record: the other fields of its JSON object, carried through unchanged.
+        record: its JSON object as it was read: with its text of then, and the other fields, which are carried through.
+        line: the line of that object, which stands for the document as long as nothing changes; empty: there is none.
         language: ISO 639-1 code that the language step (or the record's field ``language_key``) gave it; None: unknown.
         dropped: None, or the reason in words that many documents share (``"too few words"``); the report knows the step.
     """
@@ -56,6 +57,7 @@ class Document:
     record: dict[str, Any] = field(default_factory=dict)
     language: str | None = None
     dropped: str | None = None
+    line: bytes = b""
 
 
 @dataclass

@@ -137,7 +137,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         pipeline = load_pipeline(args.config)
         inputs = expand_inputs(args.input)
-        reading = InputOptions((pipeline.keys.text_key,), args.encoding, args.separator, whole=True)
+        reading = InputOptions((pipeline.keys.text_key,), args.encoding, args.separator, whole=True, block_bytes=1 << 22)
         check_options(reading, inputs)
         options = RunOptions(
             part=args.part[0],

@@ -264,3 +264,15 @@ def test_it_starts_without_torch() -> None:
 
     code = "import sys, megatron_lite.clean.pipeline, megatron_lite.cli.data_clean; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_steps_that_are_slow_without_helpers_say_so_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for reason, names, wanted in (
+        ("they are not built", ["normalise", "quality", "quality", "minhash"], "notice: minhash and quality will be"),
+        ("they are not built", ["bloom"], ""),
+        ("", ["quality"], ""),
+    ):
+        monkeypatch.setattr(library, "index_module", lambda reason=reason: (None, reason))
+        data_clean.tell_slow_steps(names)
+        told = capsys.readouterr().err
+        assert told.startswith(wanted) and told.count("\n") == bool(wanted) and (reason in told or not wanted)

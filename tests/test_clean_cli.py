@@ -14,11 +14,13 @@ from clean_pipelines import files_of, lines_of
 from megatron_lite.clean.config import STEPS, load_pipeline, step_class
 from megatron_lite.clean.document import PATH, document
 from megatron_lite.clean.step import CorpusStep, LocalStep, Step
+from megatron_lite.cli import data_clean
 from megatron_lite.cli.data_clean import part, run, size
 from megatron_lite.config.document import field_help
 from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR, WAITING
 from megatron_lite.config.problem import ConfigError
 from megatron_lite.config.values import plain
+from megatron_lite.ops import library
 
 GOOD = """text_key: text
 steps:

@@ -99,6 +99,7 @@ py::array_t<int64_t> greedy(const Array<double>& weights, int64_t length, int64_
 void add_text_measures(py::module_& m);  // text_measures.cpp
 void add_minhash(py::module_& m);        // minhash.cpp
 void add_windows(py::module_& m);        // windows.cpp
+void add_segments(py::module_& m);       // segments.cpp
 
 PYBIND11_MODULE(_index, m) {
   m.def("build_sample_index", &build_sample_index, py::arg("sizes"), py::arg("doc_idx"), py::arg("seq_length"),
@@ -107,4 +108,5 @@ PYBIND11_MODULE(_index, m) {
   add_text_measures(m);
   add_minhash(m);
   add_windows(m);
+  add_segments(m);
 }

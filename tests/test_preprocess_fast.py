@@ -140,6 +140,56 @@ def test_every_kind_has_a_fast_form_with_the_same_ids(files: Path, kind: str) ->
     same(tokenizer, encoder, ["\u0378"])
 
 
+@pytest.mark.parametrize(
+    ("rule", "add_dummy_prefix", "remove_extra"),
+    [("nmt_nfkc", True, True), ("identity", True, False), ("nfkc_cf", False, True), ("identity", False, False)],
+)
+@pytest.mark.parametrize("helper", ["compiled", "none"])
+def test_segments_of_sentencepiece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: str, rule: str, add_dummy_prefix: bool, remove_extra: bool
+) -> None:
+    """However text is normalised, also where pieces go over several words, with the compiled helper and without."""
+    import sentencepiece
+
+    from megatron_lite.text import sentencepiece_segments
+
+    if helper == "none":
+        monkeypatch.setattr(sentencepiece_segments, "index_helper", lambda: None)
+    elif sentencepiece_segments.index_helper() is None:
+        pytest.skip("the helper is not built")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(line for text in corpus() for line in text.split("\n") if line.strip()),
+        model_prefix=str(tmp_path / "sp"), vocab_size=430, model_type="bpe", byte_fallback=True, minloglevel=2,
+        normalization_rule_name=rule, add_dummy_prefix=add_dummy_prefix, remove_extra_whitespaces=remove_extra,
+        split_by_whitespace=False, user_defined_symbols=["<tag>", "x\u2581y"],
+    )  # fmt: skip
+    tokenizer = build_tokenizer("SentencePieceTokenizer", model=str(tmp_path / "sp.model"))
+    segmented = sentencepiece_segments.by_segments(tokenizer.model, lambda texts: ([], []))  # type: ignore[attr-defined]
+    assert (segmented is not None) == (helper == "compiled")
+    try:
+        encoder = encoder_of(tokenizer)
+    except NotFast:
+        assert helper == "none"
+        return
+    rng = random.Random(5)
+    pool = [
+        *WORDS,
+        *" \n\t\x01\x02aX",
+        "  ",
+        "<tag>",
+        "x y",
+        "\u2581",
+        "\u0301",
+        "\ufb01",
+        "\uff21",
+        "\u3000",
+        "\U0001f600",
+        "w" * 70,
+    ]
+    for _ in range(4):  # what the first has met is known to the others
+        same(tokenizer, encoder, ["".join(rng.choices(pool, k=rng.randint(0, 25))) for _ in range(400)])
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_code_point_has_the_same_ids(files: Path, kind: str) -> None:

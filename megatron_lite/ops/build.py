@@ -38,7 +38,7 @@ DEFAULT_ARCHITECTURES = ("80", "90")
 CPU_SOURCES = ("library.cpp", "rms_norm_cpu.cpp", "swiglu_cpu.cpp", "adamw_cpu.cpp", "philox_cpu.cpp")
 CUDA_SOURCES = ("rms_norm_cuda.cu", "swiglu_cuda.cu", "adamw_cuda.cu", "philox_cuda.cu")
 CUDA_HOST_SOURCES = ("cuda_host.cpp",)
-INDEX_SOURCES = ("data_index.cpp", "text_measures.cpp", "minhash.cpp", "windows.cpp")
+INDEX_SOURCES = ("data_index.cpp", "text_measures.cpp", "minhash.cpp", "windows.cpp", "segments.cpp")
 # One rounding per operation (no contraction), on every instruction set; errno and traps would forbid vector code.
 CXX_FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),

@@ -10,7 +10,8 @@ and on documents at the start of the input. What is known to differ is given to 
 * runs of white space that the tiktoken package cannot match in one piece.
 
 For SentencePiece, text outside of ASCII is normalised by the sentencepiece package itself, since gigatoken (as the
-tokenizers package) applies the rules to one grapheme at a time and SentencePiece to the longest match.
+tokenizers package) applies the rules to one grapheme at a time and SentencePiece to the longest match; and what has been
+seen is remembered by a helper of our own (:mod:`.sentencepiece_segments`), as gigatoken does it for other kinds.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_lite.data.locked_file import interrupts_held
+from megatron_lite.text.sentencepiece_segments import by_segments
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_lite.text.tokenizer_bpe import Gpt2BpeTokenizer, TiktokenTokenizer, has_long_space
 from megatron_lite.text.tokenizer_probes import hard_texts, unassigned
@@ -94,7 +96,7 @@ class Encoder:
         tokenizer: the reference.
         fast: ids by gigatoken; :func:`encoder_of` gives it where it is proved.
         slow: whether a text has to be encoded by the reference all the same.
-        remembers: words are remembered, so that threads gain by sharing it although it serves one at a time.
+        remembers: threads gain by sharing it, although it serves one at a time: each word is met for the first time once.
     """
 
     def __init__(
@@ -204,6 +206,9 @@ class _Backend:
         if _resident() > self._limit:
             self._backend = self._make()
             self._limit = max(self._limit, _resident() + _MOST_REMEMBERED // 4)
+        if len(texts) == 1:
+            ids = self._backend.encode(texts[0])  # a batch has a cost of its own
+            return Ids(ids + np.uint32(self._first_id) if self._first_id else ids, np.array([len(ids)]))
         rows = self._backend.encode_batch(texts, parallel=False).layout
         ids, starts = np.asarray(rows.content.data), np.asarray(rows.offsets.data)
         return Ids(ids + np.uint32(self._first_id) if self._first_id else ids, np.diff(starts))
@@ -269,6 +274,11 @@ def _sentencepiece(tokenizer: SentencePieceTokenizer) -> Encoder:
     content["model"]["merges"] = [m for m in merges if not never.intersection((*m, "".join(m)))]
     whole, bare = json.dumps(content), json.dumps({**content, "normalizer": None})
     normalised = _Backend(lambda: load_hf_json(bare))
+    segmented = by_segments(model, normalised)
+    if segmented is not None:
+        return Encoder(
+            tokenizer, lambda texts: surrounded(Ids(*segmented(texts)), tokenizer.begin, ()), remembers=False
+        )
     ascii_only = _Backend(lambda: load_hf_json(whole))
 
     def encode(texts: list[str]) -> Ids:

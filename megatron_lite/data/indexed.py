@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from pathlib import Path
 
 import numpy as np
@@ -142,11 +142,6 @@ class IndexedDataset:
         starts = self.pointers[borders] // self._item
         other = starts[1:] != starts[:-1]  # an empty document starts where the next one does
         return starts if other.all() else starts[np.concatenate(([True], other))]
-
-    def document_of(self, position: int) -> int:
-        """The document that holds a position of the stream."""
-        sequence = bisect_right(self.pointers, position * self._item) - 1
-        return bisect_right(self.documents, sequence) - 1
 
     def close(self) -> None:
         """Forget the maps (memory is unmapped with the last array on it) and close what is open."""

@@ -54,10 +54,7 @@ class StepBatches:
     samples: list[list[int]]
 
 
-@dataclass(frozen=True)
-class _Built:
-    batch: Batch
-    digest: int
+_Built = tuple[Batch, int]  # and its digest
 
 
 class Loader:
@@ -142,9 +139,9 @@ class Loader:
         if self._pool is not None:
             self._fill(count * self._steps_ahead(count))
         digest = 0
-        for item in built:
-            digest = zlib.crc32(struct.pack("<I", item.digest), digest)
-        batches = [replace(item.batch, first_row=self.sampler.first_row(m)) for m, item in enumerate(built)]
+        for _, one in built:
+            digest = zlib.crc32(struct.pack("<I", one), digest)
+        batches = [replace(batch, first_row=self.sampler.first_row(m)) for m, (batch, _) in enumerate(built)]
         return StepBatches(
             microbatches=self._to_device(batches),
             digest=digest,
@@ -181,7 +178,7 @@ class Loader:
                 future = self._pool.submit(self._build, ids)
             else:
                 future = Future()
-                _run(future, self._build, ids)
+                future.set_result(self._build(ids))
             self._queue.append((self._tail, ids, future))
             self._tail = self.sampler.after(self._tail, self.sampler.stride)
 
@@ -207,7 +204,7 @@ class Loader:
             batch.loss_mask.numpy(),
         ):
             digest = zlib.crc32(part.data, digest)
-        return _Built(batch.pin() if self._stream is not None and self.pin_memory else batch, digest)
+        return batch.pin() if self._stream is not None and self.pin_memory else batch, digest
 
     def _enter_thread(self) -> None:
         """Page-locked memory belongs to a device's context: without this, threads would open one on the first GPU."""
@@ -236,11 +233,3 @@ class Loader:
         for batch in moved:
             batch.record_stream(current)
         return moved
-
-
-def _run(future: Future[_Built], build: object, ids: list[int]) -> None:
-    """Compute a future here and now."""
-    try:
-        future.set_result(build(ids))  # type: ignore[operator]
-    except Exception as error:
-        future.set_exception(error)

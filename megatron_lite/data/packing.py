@@ -241,10 +241,6 @@ class PackedDataset:
             self._epoch = (epoch, order)
         return order(place)
 
-    def epochs(self, samples: int) -> float:
-        """How often ``samples`` samples go through the rows."""
-        return samples / self.plan.rows
-
     def _order(self, epoch: int) -> Permutation:
         return Permutation(self.plan.rows, key64("rows", *self._order_key, epoch))
 

@@ -42,10 +42,6 @@ class TokenStream:
         """Positions in [start, stop) at which a document starts, int64."""
         return self.dataset.document_starts(self._base + start, self._base + stop) - self._base
 
-    def document_of(self, position: int) -> int:
-        """Number in the file of the document that holds a position."""
-        return self.dataset.document_of(self._base + position)
-
 
 def within(tokens: np.ndarray, vocab_size: int) -> bool:
     """Whether all ids of a row, in the dtype in which they are stored, are in [0, vocab_size)."""

@@ -77,10 +77,6 @@ class WindowDataset:
             epoch, first, size, offset, order = self._epoch = self._find_epoch(j)
         return epoch, offset + order(j - first) * self.seq_length
 
-    def epochs(self, samples: int) -> float:
-        """About how often ``samples`` samples go through the stream."""
-        return samples * self.seq_length / self.stream.num_tokens
-
     def _find_epoch(self, j: int) -> tuple[int, int, int, int, Permutation]:
         """(epoch, its first sample, its number of samples, its offset, its order) for sample j."""
         with self._lock:

@@ -371,12 +371,11 @@ def test_merge(tmp_path):
 
 
 def test_memory_does_not_grow_with_documents(tmp_path):
-    tokens = np.zeros(1, dtype=np.uint16)
-    count = 40_000
+    tokens, lengths, count = np.zeros(10_000, dtype=np.uint16), np.ones(10_000, dtype=np.int64), 2_000_000
     tracemalloc.start()
     with IndexedWriter(tmp_path / "a", dtype="uint16") as writer:
-        for _ in range(count):
-            writer.add_document(tokens)
+        for _ in range(count // len(lengths)):
+            writer.add_documents(tokens, lengths)
     written = tracemalloc.get_traced_memory()[1]
     tracemalloc.reset_peak()
     merge([tmp_path / "a"] * 3, tmp_path / "b")

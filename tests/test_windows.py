@@ -67,7 +67,7 @@ def test_permutation_is_uniform():
         keys = 400
         places, neighbours = np.zeros((n, n)), np.zeros((n, n))
         for k in range(keys):
-            values = [Permutation(n, key64("test", k))(i) for i in range(n)]
+            values = list(map(Permutation(n, key64("test", k)), range(n)))
             places[np.arange(n), values] += 1
             neighbours[values, np.roll(values, -1)] += 1
         freedom = (n - 1) ** 2

@@ -183,9 +183,9 @@ class IndexedWriter:
         step = max(1, _BLOCK // self.dtype.itemsize)
         for start in range(begin, end, step):
             self._append_tokens(self._checked(other.raw(start, min(end, start + step))))
-        for _, lengths in pieces(other.lengths[first:last]):
+        for _, lengths in pieces(other.lengths[first:last], _CHUNK):
             self._append_lengths(lengths)
-        for _, ends in pieces(other.documents[documents.start + 1 : documents.stop + 1]):
+        for _, ends in pieces(other.documents[documents.start + 1 : documents.stop + 1], _CHUNK):
             self._append_ends(ends + shift)
 
     def finish(self) -> DatasetMeta:

@@ -63,6 +63,8 @@ def test_a_file(tmp_path: Path) -> None:
         ("stages:\n- {at: 0}\n- {at: 10Q}", "c.yaml:3: at: '10Q' is not an amount"),
         ("stages:\n- {at: 0}\n- {at: 0.0001K}", "c.yaml:3: at: '0.0001K' is not whole"),
         ("stages:\n- {at: 0}\n- {at: 60}\n- {at: 60}", "c.yaml:4: at: 60"),
+        ("stages:\n- {at: 0}\n- {at: 9999999T}", "c.yaml:3: at: 9,999,999,000,000,000,000\n      rule:    at most 9,007,"),
+        ("stages:\n- {at: 0}\n- {at: !!python/tuple [1]}", "c.yaml:3: at: could not determine a constructor [^\n]*$"),
         ("stages:\n- {at: 0}\n- {at: 37}\n- {at: 48}", "c.yaml:4: at: 48\n      rule:    a stage has at least one sample"),
         ("stages:\n- {at: 0, seq_length: 5}", "c.yaml:2: seq_length: 5\n.*\n      try:     4 or 6"),
         ("stages:\n- {at: 0, seq_length: 24}", "c.yaml:2: seq_length: 24"),

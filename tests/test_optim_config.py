@@ -54,6 +54,13 @@ def test_iterations_stay_exact_while_the_batch_grows() -> None:
     assert training_length(c.training, batch_schedule(c.training, 8, 2)) == (100, 1440)
 
 
+def test_a_training_beyond_all_numbers_is_refused() -> None:
+    """Blends compute with samples as floats, which are exact up to 2^53."""
+    for length in ({"train_iters": 10**20}, {"train_iters": None, "train_samples": 2**53 + 1}):
+        c = config({**TRAINING, **length}, {})
+        assert any("samples" in p.what and "at most 9,007,199,254,740,992" in str(p) for p in problems(c, Layout(dp=2)))
+
+
 def test_the_same_curve_in_samples() -> None:
     in_iterations = learning_rates({}, {"lr_warmup_iters": 5, "lr_decay_iters": 80}, 100)
     samples = {"train_iters": None, "train_samples": 1600}

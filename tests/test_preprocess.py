@@ -258,6 +258,20 @@ def test_bad_record_ends_the_run(tmp_path: Path, line: bytes, reason: str) -> No
     assert names(tmp_path) == ["a.jsonl"]
 
 
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "x"}])
+
+    def change(text: str) -> None:
+        if text == "change" and not path.read_bytes().endswith(b"\n\n"):
+            path.write_bytes(path.read_bytes() + b"\n\n")
+
+    write_lines(tmp_path / "b.jsonl", [{"text": "y"}])
+    files = [path, tmp_path / "b.jsonl"]
+    with pytest.raises(BadInput, match=r"a\.jsonl has changed while it was read"):
+        run(files, tmp_path / "out", log_interval=1, say=lambda _: change("change"))
+    assert names(tmp_path) == ["a.jsonl", "b.jsonl"]
+
+
 def test_reasons_are_told_where_all_records_are_bad(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": 7}, {"text": 8}, b'{"text": "a\tb"}'])
     with pytest.raises(BadInput, match="3 bad records; 2 bad: the value of 'text' is a number, not a string; 1 bad: not one"):

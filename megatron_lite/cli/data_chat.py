@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     text = "Jinja template (default: the tokenizer's chat_template.jinja, or chat_template in tokenizer_config.json)"
     tok.add_argument("--chat-template", metavar="FILE", type=Path, help=text)
     text = "YYYY-MM-DD, for templates that write the date (default: today)"
-    tok.add_argument("--date", metavar="DATE", type=datetime.fromisoformat, help=text)
+    tok.add_argument("--date", metavar="DATE", type=_date, help=text)
     rows = p.add_argument_group("length")
     text = "the --seq-length of training: a conversation of more than S + 1 tokens is too long (default: none is)"
     rows.add_argument("--seq-length", type=int, metavar="S", help=text)
@@ -55,6 +55,13 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
     run.add_argument("--log-interval", type=int, default=10000, help="conversations between lines of progress")
     return p
+
+
+def _date(text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: give YYYY-MM-DD") from None
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -93,7 +100,7 @@ def run(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> int:
     from megatron_lite.text.chat import Keys
     from megatron_lite.text.chat_files import ChatOptions, prepare_chat, summary
-    from megatron_lite.text.inputs import expand_inputs
+    from megatron_lite.text.inputs import expand_inputs, repeated
     from megatron_lite.text.tokenizer import HuggingFaceTokenizer
 
     model = Path(args.tokenizer_model)
@@ -109,8 +116,11 @@ def _run(args: argparse.Namespace) -> int:
     )
     started = time.monotonic()
     try:
+        files = expand_inputs(args.input)
+        if note := repeated(files):
+            print(note, file=sys.stderr)
         counts = prepare_chat(
-            expand_inputs(args.input),
+            files,
             args.output_prefix,
             options,
             workers=args.workers,

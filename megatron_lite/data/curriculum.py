@@ -42,6 +42,7 @@ from megatron_lite.data.blend import Blend, WindowsBlend
 from megatron_lite.data.row import Dataset, Row
 
 _FIELDS = ("at", "seq_length", "weights")
+_MOST_TOKENS = 1 << 53  # up to which the blend's arithmetic is exact
 
 
 @dataclass(frozen=True)
@@ -203,9 +204,11 @@ class _Reader:
         try:
             at = whole_amount(str(construct(node)))
         except (ValueError, yaml.YAMLError) as error:
-            self.complain(line, f"at: {error}")
+            self.complain(line, f"at: {' '.join(str(error).split())}")
             return 0
-        if last.at < 0 < at:
+        if at > _MOST_TOKENS:
+            self.complain(line, f"at: {at:,}", f"at most {_MOST_TOKENS:,} tokens")
+        elif last.at < 0 < at:
             self.complain(line, f"at: {at:,}", "the first stage begins at 0")
         elif at <= last.at:
             self.complain(line, f"at: {at:,}", f"stages begin one after the other, and the one before at {last.at:,}")

@@ -18,6 +18,7 @@ from megatron_lite.optim.scaler import LossScaler
 from megatron_lite.optim.schedule import LrSchedule, Rates, WeightDecaySchedule
 
 DECOUPLED_TAGS = ("embedding", "head")
+_MOST_SAMPLES = 1 << 53  # up to which blends and schedules compute exactly
 
 
 def global_batch_size(training: TrainingConfig, dp: int) -> int:
@@ -115,6 +116,9 @@ def problems(config: RunConfig[Any], layout: Layout) -> list[Problem]:
             batch = BatchSchedule.constant(max(1, training.global_batch_size or 1))
         else:
             batch = batch_schedule(training, config.data.seq_length, layout.dp)
+        samples = training_length(training, batch)[1]
+        if samples > _MOST_SAMPLES:
+            return [*batch_found, Problem(f"the training has {samples:,} samples", rule=f"at most {_MOST_SAMPLES:,}")]
         rates(training, optimizer, batch)
     except ValueError as e:
         return [*batch_found, Problem(str(e))]

@@ -30,7 +30,7 @@ from megatron_lite.data.index_writer import IndexedWriter
 from megatron_lite.data.locked_file import interrupts_held
 from megatron_lite.text.chat import ChatEncoder, Conversation, Example, Keys, conversation_of
 from megatron_lite.text.chat_template import CLOSE, OPEN, Rendered, Templates, load_templates
-from megatron_lite.text.inputs import InputOptions, Lines, open_input
+from megatron_lite.text.inputs import InputOptions, Lines, called, open_input
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.records import BadInput, BadRecord, excerpt, numbered_lines, parse_object
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer
@@ -241,9 +241,7 @@ def prepare_chat(
                 speed = total.bytes / 1e6 / (time.monotonic() - started)
                 say(f"{said:,} conversations, {total.tokens:,} tokens, {speed:.2f} MB/s")
         if not total.conversations:
-            raise BadInput(
-                f"no conversations were written: {total.bytes} bytes in {len(inputs)} file(s)\n{skipped(total)}"
-            )
+            raise BadInput(f"no conversations were written: {called(inputs)} of {total.bytes:,} bytes\n{skipped(total)}".rstrip())
         with interrupts_held():
             tokens.finish()
     return total

@@ -128,7 +128,8 @@ def load_templates(directory: Path, file: Path | None, now: datetime) -> Templat
         sources, where = _sources(config.get("chat_template")), str(directory / CONFIG)
     if not sources:
         raise ValueError(
-            f"{directory} has no chat template (neither {FILE} nor chat_template in {CONFIG}): give one with --chat-template FILE"
+            f"{directory} has no chat template (neither {FILE} nor chat_template in {CONFIG}): write one to {path}, or "
+            "make token files by megatron-lite data chat --chat-template FILE"
         )
     if "default" not in sources:
         raise ValueError(

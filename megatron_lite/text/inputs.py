@@ -219,6 +219,11 @@ def expand_inputs(arguments: Sequence[str], flag: str = "--input") -> list[Path]
     return files
 
 
+def called(files: Sequence[Path]) -> str:
+    """One file's name, or how many there are."""
+    return str(files[0]) if len(files) == 1 else f"{len(files)} files"
+
+
 def repeated(files: Sequence[Path]) -> str | None:
     """A note where a file is named more than once, perhaps through a link or by two patterns."""
     places = Counter(os.path.realpath(path) for path in files)

@@ -24,6 +24,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.data.index_writer import IndexedWriter, refuse_existing
@@ -40,7 +41,7 @@ from megatron_lite.text.encode import (
     texts_of,
     worker_function,
 )
-from megatron_lite.text.inputs import STANDARD_INPUT, Block, InputOptions, Lines
+from megatron_lite.text.inputs import STANDARD_INPUT, Block, InputOptions, Lines, called
 from megatron_lite.text.journal import Finished, Identity, Journal
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.progress import Progress
@@ -129,7 +130,8 @@ def preprocess(
         refuse_existing(_output(output_prefix, key))  # before a journal is begun
     total = Counts()
     with ExitStack() as stack:
-        journal = Journal(output_prefix, _identity(inputs, options, reading, tokenizer, part), keep=resume)
+        identity = _identity(inputs, options, reading, tokenizer, part)
+        journal = Journal(output_prefix, identity, keep=resume)
         with interrupts_held():
             finished = journal.open(resume)
             stack.callback(journal.end)
@@ -161,11 +163,13 @@ def preprocess(
         if not total.documents:
             size = max(total.bytes, sum(s.size for s in whole))
             raise BadInput(
-                f"no documents were written: {len(whole)} file(s) of {size} bytes held {total.empty} empty "
+                f"no documents were written: {called(inputs)} of {size:,} bytes held {total.empty} empty "
                 f"and {sum(total.bad.values())} bad records"
                 + (f" in part {part[0]} of {part[1]}" if part else "")
                 + "".join(f"; {n} bad: {why}" for why, n in total.bad.most_common())
             )
+        if changed := [path for path, *facts in _files(inputs) if [path, *facts] not in identity["inputs"]]:
+            raise BadInput(f"{changed[0]} has changed while it was read")
         published = False
         try:
             with interrupts_held():
@@ -178,11 +182,16 @@ def preprocess(
     return total
 
 
+def _files(inputs: Sequence[Path]) -> list[list[Any]]:
+    """Name, size and time of change of each."""
+    return [[str(p), s.st_size, s.st_mtime_ns] for p in inputs if p.is_file() and (s := p.stat())]
+
+
 def _identity(
     inputs: Sequence[Path], options: Options, reading: InputOptions, tokenizer: Tokenizer, part: Part | None
 ) -> Identity:
     """What decides the output."""
-    files = [[str(p), s.st_size, s.st_mtime_ns] for p in inputs if p.is_file() and (s := p.stat())]
+    files = _files(inputs)
     named = {"part": part and list(part), "tokenizer": tokenizer.fingerprint, "json_keys": list(options.keys)}
     flags = {name: getattr(options, name) for name in ("append_eod", "split_sentences", "skip_bad")}
     return {"inputs": files, **named, **flags, "encoding": reading.encoding, "separator": reading.separator}

@@ -67,13 +67,8 @@ class Bloom(Seen):
 
     def seen(self, bucket: int, hashes: Iterable[int]) -> list[bool]:
         found = self._filter(bucket)
-        bits, result = found.bits, []
-        for value in hashes:
-            if value in bits:
-                result.append(True)
-            else:
-                bits.add(value)
-                result.append(False)
+        bits, add = found.bits, found.bits.add
+        result = [value in bits or add(value) is not None for value in hashes]  # what is added gives None: not seen
         found.held += len(result) - sum(result)
         return result
 

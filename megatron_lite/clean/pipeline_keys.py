@@ -46,9 +46,9 @@ class Decider:
         return drops
 
     def decide_block(self, keys: np.ndarray) -> np.ndarray:
-        """What the keys of the next documents drop. [n] of :data:`DROPS`, sorted."""
+        """What the keys of the next documents drop. [n] of :data:`DROPS`, sorted, each once."""
         found = [self.decide(bucket, part) for bucket, part in by_bucket(keys)] if len(keys) else []
-        return np.sort(np.concatenate(found)) if found else np.empty(0, DROPS)
+        return np.unique(np.concatenate(found)) if found else np.empty(0, DROPS)
 
     def outcome(self, bucket: int, directory: Path) -> dict[str, Any]:
         """End a bucket: save it where the options ask for that, and say what the report needs."""

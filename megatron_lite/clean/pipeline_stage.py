@@ -22,7 +22,7 @@ from megatron_lite.clean.step import CorpusStep, Document, LocalStep, place_of
 from megatron_lite.text import inputs
 from megatron_lite.text.records import BadInput
 
-DROPS = np.dtype([("number", np.uint64), ("unit", np.uint32)])  # what to drop, sorted
+DROPS = np.dtype([("number", np.uint64), ("unit", np.uint32)])  # what to drop, sorted, each once
 
 
 class StepFailed(RuntimeError):
@@ -166,7 +166,7 @@ def apply_drops(step: CorpusStep, documents: Sequence[Document], drops: np.ndarr
     ends = np.searchsorted(drops["number"], numbers, side="right")
     with_unit = "unit" in (step.key_dtype.names or ())
     for at in np.flatnonzero(ends > starts).tolist():
-        units = np.unique(drops["unit"][starts[at] : ends[at]]) if with_unit else np.empty(0, np.uint32)
+        units = drops["unit"][starts[at] : ends[at]] if with_unit else np.empty(0, np.uint32)
         step.apply(documents[at], units)
 
 

@@ -134,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1000, help="of each corpus")
     parser.add_argument("--corpus", type=Path, help="JSON lines in place of the mixed corpus")
-    parser.add_argument("--workers", type=int, default=3, help="tokenizing processes")
+    parser.add_argument("--workers", type=int, default=2, help="of the tool")
     parser.add_argument("--peer-megabytes", type=float, default=40)
     parser.add_argument("--directory", help="for temporary files")
     args = parser.parse_args()

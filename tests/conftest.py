@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ from megatron_lite.testing.offline import refuse_network
 from megatron_lite.testing.ranks import close_pool
 
 refuse_network()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in its background; tests send it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,7 +6,6 @@ Exit status: as of ``data preprocess``.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -14,9 +13,8 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from megatron_lite.cli.preprocess import INTERRUPTED, _interrupt
-from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR
-from megatron_lite.config.problem import nearest_name
+from megatron_lite.cli.corpus import check_prefix, status_of, strict
+from megatron_lite.config.exit_codes import DONE
 from megatron_lite.text.chat import COMPLETION_KEYS, PROMPT_KEYS
 
 
@@ -66,38 +64,21 @@ def _date(text: str) -> datetime:
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     p = parser()
-    args, unknown = p.parse_known_args(argv)
-    for flag in unknown:
-        nearest = nearest_name(flag.split("=")[0], (s for action in p._actions for s in action.option_strings))
-        p.error(f"unknown argument {flag}" + (f": did you mean {nearest}?" if nearest else ""))
+    args = strict(p, argv)
     for name, least in (("workers", 1), ("seq_length", 1)):
         value = getattr(args, name)
         if value is not None and value < least:
             p.error(f"--{name.replace('_', '-')} {value}: give at least {least}")
-    if not args.output_prefix.strip():
-        p.error("--output-prefix is given an empty text: give a path such as data/chat")
-    if args.output_prefix.endswith("/"):
-        p.error(f"--output-prefix {args.output_prefix} is a directory: add the beginning of a name, as in {args.output_prefix}chat")
+    check_prefix(p, args.output_prefix, "chat")
     return args
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    args = _arguments(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-    terminate = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        return _run(args)
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, terminate)
+    return status_of(partial(_run, _arguments(argv)))
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> tuple[int, str]:
     from megatron_lite.text.chat import Keys
     from megatron_lite.text.chat_files import ChatOptions, prepare_chat, summary
     from megatron_lite.text.inputs import expand_inputs, repeated
@@ -115,26 +96,18 @@ def _run(args: argparse.Namespace) -> int:
         skip_bad=args.skip_bad,
     )
     started = time.monotonic()
-    try:
-        files = expand_inputs(args.input)
-        if note := repeated(files):
-            print(note, file=sys.stderr)
-        counts = prepare_chat(
-            files,
-            args.output_prefix,
-            options,
-            workers=args.workers,
-            encoding=args.encoding,
-            overwrite=args.overwrite,
-            log_interval=args.log_interval,
-            say=partial(print, flush=True),
-        )
-    except (ValueError, FileExistsError, FileNotFoundError, PermissionError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return CONFIGURATION
-    except OSError as e:
-        print(f"error: {e}; nothing was written", file=sys.stderr)
-        return ERROR
-    print(summary(counts, options, time.monotonic() - started))
-    print(f"written: {args.output_prefix} and {args.output_prefix}_loss_mask (.bin, .idx, .meta.json)")
-    return DONE
+    files = expand_inputs(args.input)
+    if note := repeated(files):
+        print(note, file=sys.stderr)
+    counts = prepare_chat(
+        files,
+        args.output_prefix,
+        options,
+        workers=args.workers,
+        encoding=args.encoding,
+        overwrite=args.overwrite,
+        log_interval=args.log_interval,
+        say=partial(print, flush=True),
+    )
+    written = f"written: {args.output_prefix} and {args.output_prefix}_loss_mask (.bin, .idx, .meta.json)"
+    return DONE, summary(counts, options, time.monotonic() - started) + "\n" + written

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR, WAITING
-from megatron_lite.config.problem import nearest_name
-
-INTERRUPTED = 128 + signal.SIGINT
+from megatron_lite.cli.corpus import status_of, strict
+from megatron_lite.config.exit_codes import DONE, WAITING
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,10 +78,7 @@ def part(text: str) -> tuple[int, int]:
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The flags; exits with 2 and the nearest known name at one that does not exist."""
     p = parser()
-    args, unknown = p.parse_known_args(argv)
-    for flag in unknown:
-        nearest = nearest_name(flag.split("=")[0], (s for action in p._actions for s in action.option_strings))
-        p.error(f"unknown argument {flag}" + (f": did you mean {nearest}?" if nearest else ""))
+    args = strict(p, argv)
     if args.workers < 1:
         p.error(f"--workers {args.workers}: give at least 1")
     if args.wait < 0:
@@ -108,65 +101,49 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
+    from megatron_lite.clean.pipeline_stage import StepFailed
+
     args = arguments(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-    terminate = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        return _run(args)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
-        return INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, terminate)
+    return status_of(
+        partial(_run, args),
+        f"nothing was written to {args.output}",
+        interrupted="the same command goes on",
+        failures=(StepFailed, OSError),
+    )
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> tuple[int, str]:
     from megatron_lite.clean.config import load_pipeline
     from megatron_lite.clean.pipeline import Run, RunOptions
-    from megatron_lite.clean.pipeline_stage import StepFailed
     from megatron_lite.clean.pipeline_work import PartsMissing
     from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs
 
     started = time.monotonic()
+    pipeline = load_pipeline(args.config)
+    tell_slow_steps([step.name for step in pipeline.steps])
+    inputs = expand_inputs(args.input)
+    reading = InputOptions((pipeline.keys.text_key,), args.encoding, args.separator, whole=True, block_bytes=1 << 22)
+    check_options(reading, inputs)
+    options = RunOptions(
+        part=args.part[0],
+        parts=args.part[1],
+        wait=args.wait,
+        workers=args.workers,
+        shard_bytes=args.shard_size,
+        work=args.work,
+        keep_dropped=args.keep_dropped,
+        json=args.json,
+        skip_bad=args.skip_bad,
+        reading=reading,
+    )
     try:
-        pipeline = load_pipeline(args.config)
-        tell_slow_steps([step.name for step in pipeline.steps])
-        inputs = expand_inputs(args.input)
-        reading = InputOptions((pipeline.keys.text_key,), args.encoding, args.separator, whole=True, block_bytes=1 << 22)
-        check_options(reading, inputs)
-        options = RunOptions(
-            part=args.part[0],
-            parts=args.part[1],
-            wait=args.wait,
-            workers=args.workers,
-            shard_bytes=args.shard_size,
-            work=args.work,
-            keep_dropped=args.keep_dropped,
-            json=args.json,
-            skip_bad=args.skip_bad,
-            reading=reading,
-        )
         report = Run(pipeline, inputs, Path(args.output), options, partial(print, flush=True)).run()
     except PartsMissing as error:
-        print(f"part {args.part[0]}/{args.part[1]} is done so far: {error}; run the same command again, or with --wait")
-        return WAITING
-    except (ValueError, FileExistsError, FileNotFoundError, PermissionError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIGURATION
-    except (StepFailed, OSError) as error:
-        print(f"error: {error}; nothing was written to {args.output}", file=sys.stderr)
-        return ERROR
+        done = f"part {args.part[0]}/{args.part[1]} is done so far"
+        return WAITING, f"{done}: {error}; run the same command again, or with --wait"
     if report is None:
-        print(f"{args.output} is complete already")
-        return DONE
-    _tell(args, report, time.monotonic() - started)
-    return DONE
+        return DONE, f"{args.output} is complete already"
+    return DONE, _told(args, report, time.monotonic() - started)
 
 
 def tell_slow_steps(names: Sequence[str]) -> None:
@@ -175,15 +152,16 @@ def tell_slow_steps(names: Sequence[str]) -> None:
 
     slow = sorted({"quality", "minhash"} & set(names))
     if slow and (reason := index_module()[1]):
-        print(f"notice: {' and '.join(slow)} will be 10 to 50 times slower without the compiled helpers: {reason}", file=sys.stderr)
+        print(f"notice: {' and '.join(slow)} will be many times slower without the compiled helpers: {reason}", file=sys.stderr)
 
 
-def _tell(args: argparse.Namespace, report: dict[str, Any], seconds: float) -> None:
+def _told(args: argparse.Namespace, report: dict[str, Any], seconds: float) -> str:
     from megatron_lite.clean.report import summary
 
-    print(summary(report))
     for warning in report["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
-    print(f"written in {seconds:.1f} s: {args.output}, {args.output.rstrip('/')}.html")
+    lines = [summary(report), f"written in {seconds:.1f} s: {args.output}, {args.output.rstrip('/')}.html"]
     if args.part[1] > 1:
-        print(f"{args.work or args.output.rstrip('/') + '.work'} is not needed any more when all parts have ended")
+        work = args.work or args.output.rstrip("/") + ".work"
+        lines.append(f"{work} is not needed any more when all parts have ended")
+    return "\n".join(lines)

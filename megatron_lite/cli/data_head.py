@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
+from megatron_lite.cli.corpus import any_name_prints
 from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags, tokenizer_options
 from megatron_lite.config.exit_codes import DONE
 
@@ -23,9 +24,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="a JSON object on each line: document, tokens, ids, text")
     add_tokenizer_flags(parser.add_argument_group("tokenizer (without one, ids are shown)"), None)
     args = parser.parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    any_name_prints()
     from megatron_lite.data.index_format import prefix_of
     from megatron_lite.data.indexed import IndexedDataset
     from megatron_lite.text.tokenizer import build_tokenizer

@@ -10,6 +10,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_lite.cli.corpus import status_of
+from megatron_lite.config.exit_codes import DONE
+
 
 def run(argv: Sequence[str]) -> int:
     """The subcommand."""
@@ -21,7 +24,6 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="of the dataset to write")
     parser.add_argument("--overwrite", action="store_true", help="replace outputs that are there")
     args = parser.parse_args(argv)
-    from megatron_lite.cli.data_split import told
     from megatron_lite.data.index_format import mask_prefix, prefix_paths
     from megatron_lite.data.parts import merge
 
@@ -37,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
         meta = merge(found, out, overwrite=args.overwrite, masks=bool(with_mask))
         return f"{out}: {meta.documents:,} documents, {meta.tokens:,} tokens of {len(found)} datasets"
 
-    return told(join)
+    return status_of(lambda: (DONE, join()))
 
 
 def joined_prefixes(names: Sequence[str]) -> list[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR
+from megatron_lite.cli.corpus import status_of
+from megatron_lite.config.exit_codes import DONE
 
 
 def run(argv: Sequence[str]) -> int:
@@ -36,20 +36,7 @@ def run(argv: Sequence[str]) -> int:
             f"{out}: documents {part.start:,} to {part.stop - 1:,}" for out, part in zip(outs, ranges, strict=True)
         )
 
-    return told(cut)
-
-
-def told(work: Callable[[], str]) -> int:
-    """Do it, print what it says, and give the exit status: 0, 2 (something to put right) or 1 (could not be written)."""
-    try:
-        print(work())
-    except (ValueError, FileExistsError, FileNotFoundError, PermissionError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CONFIGURATION
-    except OSError as error:
-        print(f"error: {error}; nothing was written", file=sys.stderr)
-        return ERROR
-    return DONE
+    return status_of(lambda: (DONE, cut()))
 
 
 def _numbers(text: str) -> list[float]:

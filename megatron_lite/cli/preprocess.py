@@ -7,21 +7,16 @@ Except after 0, no output is left, and (but with ``--resume``) no temporary file
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from types import FrameType
-from typing import NoReturn
 
+from megatron_lite.cli.corpus import check_prefix, status_of, strict
 from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags, tokenizer_options, unread_options
-from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR
-from megatron_lite.config.problem import nearest_name
+from megatron_lite.config.exit_codes import DONE
 from megatron_lite.config.text_files import SUPPORTED
 from megatron_lite.text.tokenizer import build_tokenizer
-
-INTERRUPTED = 128 + signal.SIGINT
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,16 +64,10 @@ def parser() -> argparse.ArgumentParser:
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The flags; exits with 2 and the nearest known name at one that does not exist."""
     p = parser()
-    args, unknown = p.parse_known_args(argv)
-    for flag in unknown:
-        nearest = nearest_name(flag.split("=")[0], (s for action in p._actions for s in action.option_strings))
-        p.error(f"unknown argument {flag}" + (f": did you mean {nearest}?" if nearest else ""))
+    args = strict(p, argv)
     if args.workers < 1:
         p.error(f"--workers {args.workers}: give at least 1")
-    if not args.output_prefix.strip():
-        p.error("--output-prefix is given an empty text: give a path such as data/corpus")
-    if args.output_prefix.endswith("/"):
-        p.error(f"--output-prefix {args.output_prefix} is a directory: add the beginning of a name, as in {args.output_prefix}corpus")
+    check_prefix(p, args.output_prefix, "corpus")
     return args
 
 
@@ -93,28 +82,11 @@ def without_effect(args: argparse.Namespace) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Run the tool; returns the exit status."""
     args = arguments(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # whatever the locale: a name must not end a run
-    terminate = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        return _run(args)
-    except KeyboardInterrupt:
-        print(f"interrupted; {_left(args)}", file=sys.stderr)
-        return INTERRUPTED
-    finally:
-        signal.signal(signal.SIGTERM, terminate)
+    left = "the same command goes on from here" if args.resume else "nothing was written"
+    return status_of(partial(_run, args), left)
 
 
-def _left(args: argparse.Namespace) -> str:
-    return "the same command goes on from here" if args.resume else "nothing was written"
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> tuple[int, str]:
     from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs, repeated
     from megatron_lite.text.preprocess import Options, preprocess, summary
     from megatron_lite.text.shares import parse_part
@@ -133,34 +105,26 @@ def _run(args: argparse.Namespace) -> int:
     if separator is not None:
         separator = separator.replace("\\n", "\n").replace("\\t", "\t")
     reading = InputOptions(options.keys, args.encoding, separator)
+    files = expand_inputs(args.input)
+    check_options(reading, files)
+    if note := repeated(files):
+        print(note, file=sys.stderr)
+    if not args.append_eod:
+        print("note: without --append-eod a model does not learn where a document ends", file=sys.stderr)
     started = time.monotonic()
-    try:
-        files = expand_inputs(args.input)
-        check_options(reading, files)
-        if note := repeated(files):
-            print(note, file=sys.stderr)
-        if not args.append_eod:
-            print("note: without --append-eod a model does not learn where a document ends", file=sys.stderr)
-        counts = preprocess(
-            files,
-            args.output_prefix,
-            options,
-            reading=reading,
-            workers=args.workers,
-            overwrite=args.overwrite,
-            part=None if args.part is None else parse_part(args.part),
-            resume=args.resume,
-            bar=sys.stderr.isatty(),
-            log_interval=args.log_interval,
-            say=partial(print, flush=True),
-        )
-    except (ValueError, FileExistsError, FileNotFoundError, PermissionError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return CONFIGURATION
-    except OSError as e:
-        print(f"error: {e}; {_left(args)}", file=sys.stderr)
-        return ERROR
-    print(summary(counts, time.monotonic() - started))
-    for key in options.keys:
-        print(f"written: {args.output_prefix}_{key}_document (.bin, .idx, .meta.json)")
-    return DONE
+    counts = preprocess(
+        files,
+        args.output_prefix,
+        options,
+        reading=reading,
+        workers=args.workers,
+        overwrite=args.overwrite,
+        part=None if args.part is None else parse_part(args.part),
+        resume=args.resume,
+        bar=sys.stderr.isatty(),
+        log_interval=args.log_interval,
+        say=partial(print, flush=True),
+    )
+    lines = [summary(counts, time.monotonic() - started)]
+    lines += [f"written: {args.output_prefix}_{key}_document (.bin, .idx, .meta.json)" for key in options.keys]
+    return DONE, "\n".join(lines)

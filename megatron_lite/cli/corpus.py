@@ -1,0 +1,77 @@
+"""What the commands that write a corpus share: strict flags, interrupts, and the exit status of what goes wrong."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NoReturn
+
+from megatron_lite.config.exit_codes import CONFIGURATION, ERROR
+from megatron_lite.config.problem import nearest_name
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def strict(p: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The flags; exits with 2 and the nearest known name at one that does not exist."""
+    args, unknown = p.parse_known_args(argv)
+    for flag in unknown:
+        nearest = nearest_name(flag.split("=")[0], (s for action in p._actions for s in action.option_strings))
+        p.error(f"unknown argument {flag}" + (f": did you mean {nearest}?" if nearest else ""))
+    return args
+
+
+def check_prefix(p: argparse.ArgumentParser, prefix: str, example: str) -> None:
+    """Exit with 2 unless ``--output-prefix`` ends in a name."""
+    if not prefix.strip():
+        p.error(f"--output-prefix is given an empty text: give a path such as data/{example}")
+    if prefix.endswith("/"):
+        p.error(f"--output-prefix {prefix} is a directory: add the beginning of a name, as in {prefix}{example}")
+
+
+def any_name_prints() -> None:
+    """Whatever the locale: a name or a text that cannot be printed must not end a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def status_of(
+    work: Callable[[], tuple[int, str]],
+    left: str = "nothing was written",
+    *,
+    interrupted: str | None = None,
+    failures: tuple[type[Exception], ...] = (OSError,),
+) -> int:
+    """Do it, print what came of it, and give the exit status.
+
+    Args:
+        work: gives its status and what is to be printed.
+        left: what a failure leaves, in words; ``interrupted``: what an interrupt leaves, where that is something else.
+        failures: what ends it with status 1; what the user can put right (ValueError, a path) ends it with 2.
+    """
+    any_name_prints()
+    terminate = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        try:
+            status, text = work()
+        except (ValueError, FileExistsError, FileNotFoundError, PermissionError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return CONFIGURATION
+        except failures as error:
+            print(f"error: {error}; {left}", file=sys.stderr)
+            return ERROR
+        print(text)  # outside: what cannot be printed does not mean that nothing was written
+        return status
+    except KeyboardInterrupt:
+        print(f"interrupted; {interrupted or left}", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, terminate)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

@@ -436,6 +436,7 @@ BAD: list[tuple[str, int, tuple[str, ...]]] = [
     ("--no-mock-data --data-path a --train-data-path b", 1, ("--data-path beside --train-data-path",)),
     ("--no-mock-data --valid-data-path b", 1, ("there is no training data",)),
     ("--no-mock-data --data-path 0.3 a 0.7", 1, ("weights and prefixes do not alternate",)),
+    ("--no-mock-data --data-path a 0.3 b 0.7", 1, ("weights and prefixes do not alternate",)),
     ("--no-mock-data --data-path 0.3", 1, ("a weight without a prefix",)),
     ("--no-mock-data --data-path -1 a 2 b", 1, ("none negative",)),
     ("--tokenizer-type HuggingFaceTokenizer --vocab-size 0", 1, ("HuggingFaceTokenizer needs --tokenizer-model",)),
@@ -503,6 +504,7 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
     assert f"{tmp_path}/half.bin not found" in text and "there" not in text.split("half")[0].split("problems")[1]
     assert f"--load {tmp_path}/none: no such directory" in text
     assert not check_files(parse("--load same --save same"))
+    assert not check_files(parse("--data-path 0.7 a b 0.3"))  # that it is no blend is said by the check of the flags
     (tmp_path / "there_text_document.idx").touch()
     for name, meant in (("there.bin", "there"), ("there.idx", "there"), ("there.jsonl", None)):
         text = format_problems(check_files(parse(f"--train-data-path {tmp_path}/{name}")))

@@ -16,7 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.config.check_io import checkpoint_problems, data_problems, evaluation_problems, logging_problems
+from megatron_lite.config.check_io import (
+    blend_problems,
+    checkpoint_problems,
+    data_problems,
+    evaluation_problems,
+    logging_problems,
+)
 from megatron_lite.config.problem import ConfigError, Problem, nearest_name
 from megatron_lite.config.schema import ParallelConfig, RunConfig, TrainingConfig
 from megatron_lite.config.text_files import is_text_file
@@ -229,7 +235,8 @@ def check_files(config: RunConfig[Any]) -> list[Problem]:
     """Data and checkpoints that the configuration names and that are not there (looked for on this machine)."""
     data, found = config.data, []
     for flag in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        for prefix in prefixes(getattr(data, flag)):
+        entries = getattr(data, flag)
+        for prefix in () if blend_problems(flag, entries) else prefixes(entries):
             if "://" in prefix:
                 continue  # in a store, which is asked when it is opened
             if is_text_file(prefix):

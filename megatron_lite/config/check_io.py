@@ -46,14 +46,14 @@ def source_problems(data: DataConfig, evaluation: EvaluationConfig) -> list[Prob
         elif own and "train_data_path" not in own and not evaluation.skip_train:
             found.append(Problem("there is no training data", f"only {' and '.join(own)}", nearest="--train-data-path"))
     for name in ("data_path", *OWN_SPLITS):
-        found += _blend_problems("--" + name.replace("_", "-"), getattr(data, name))
+        found += blend_problems("--" + name.replace("_", "-"), getattr(data, name))
     return found
 
 
-def _blend_problems(flag: str, path: Sequence[str]) -> list[Problem]:
+def blend_problems(flag: str, path: Sequence[str]) -> list[Problem]:
     """A blend is WEIGHT PREFIX pairs or prefixes only."""
     numbers = [_number(entry) for entry in path]
-    if not any(n is not None for n in numbers[0::2]):
+    if not any(n is not None for n in numbers):
         return []
     if len(path) == 1:
         return [Problem(f"{flag} {path[0]}: a weight without a prefix", nearest=f"{flag} {path[0]} PREFIX")]

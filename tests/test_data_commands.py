@@ -173,11 +173,13 @@ def test_the_output_of_split_is_not_its_input(tmp_path: Path, capsys: pytest.Cap
 
 def test_what_cannot_be_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write(tmp_path / "a", documents(1, 9)), write(tmp_path / "b", documents(2, 9), eod_id=98)
+    d = write(tmp_path / "d", documents(2, 9), eod_id=None)
     (tmp_path / "empty").mkdir()
     write(tmp_path / "c", documents(1, 9))
     write(tmp_path / "c_loss_mask", mask(documents(1, 9)), "uint8", vocab_size=None, eod_id=None, tokenizer=None)
     for given, why in [
         ([a, b], "different eod_id cannot be joined: 99 in "),
+        ([a, d], f"99 in {tmp_path}/a, no end of document in {tmp_path}/d; one was made with --append-eod and one without"),
         ([a, tmp_path / "none"], "none.bin"),
         ([tmp_path / "empty"], "a directory without a dataset"),
         ([a, tmp_path / "c"], "has a loss mask and"),

@@ -18,10 +18,11 @@ import pytest
 
 from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.text.preprocess import Options, preprocess
-from megatron_lite.text.tokenizer import NullTokenizer
+from megatron_lite.text.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "slurm" / "preprocess.sbatch"
+NUMBERS = partial(build_tokenizer, "NullTokenizer", vocab_size=100)
 
 
 def checkout(folder: Path, **settings: str) -> Path:
@@ -92,7 +93,7 @@ def test_the_joined_parts_are_the_one_part_run(tmp_path: Path) -> None:
     done = cluster.run()
     assert done.returncode == 0, done.stderr
     assert cluster.jobs() == [("101", "0"), ("102", "0")], cluster.log("101")
-    options = Options(partial(NullTokenizer, 100), keys=("text", "title"), append_eod=True)
+    options = Options(NUMBERS, keys=("text", "title"), append_eod=True)
     preprocess(files, str(tmp_path / "whole"), options)
     for key in ("text", "title"):
         assert content(tmp_path / "tokens" / f"corpus_{key}_document") == content(tmp_path / f"whole_{key}_document")
@@ -113,7 +114,7 @@ def test_a_part_that_fails_holds_up_the_join_and_a_rerun_makes_what_is_missing(t
     assert cluster.run("--log-interval", "7").returncode == 0
     assert cluster.jobs()[2:] == [("103", "0"), ("104", "0")], cluster.log("103")
     assert cluster.log("103").count("is finished") == 2
-    preprocess(files, str(tmp_path / "whole"), Options(partial(NullTokenizer, 100), append_eod=True))
+    preprocess(files, str(tmp_path / "whole"), Options(NUMBERS, append_eod=True))
     assert content(tmp_path / "tokens" / "corpus_text_document") == content(tmp_path / "whole_text_document")
 
 

@@ -175,8 +175,17 @@ def test_writer_refuses(tmp_path):
     assert IndexedDataset(tmp_path / "b").document(0).tolist() == [65535]
     with pytest.raises(ValueError, match="cannot hold float16"):
         IndexedWriter(tmp_path / "c", dtype="float16")
-    with pytest.raises(FileNotFoundError, match="no such directory"):
-        IndexedWriter(tmp_path / "none" / "c")
+    with IndexedWriter(tmp_path / "none" / "yet" / "c") as writer:  # directories are made
+        writer.add_document([1])
+    assert len(IndexedDataset(tmp_path / "none" / "yet" / "c")) == 1
+
+
+def test_a_dataset_without_documents_is_made_on_request_only(tmp_path):
+    with IndexedWriter(tmp_path / "a", vocab_size=100, empty=True):
+        pass
+    dataset = IndexedDataset(tmp_path / "a")
+    assert (dataset.num_documents, dataset.num_tokens, len(dataset), dataset.problems()) == (0, 0, 0, [])
+    assert dataset.read(0, 0).tolist() == [] and dataset.document_starts(0, 1).tolist() == []
 
 
 def test_choice_of_dtype():

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_lite.cli import preprocess as cli
 from megatron_lite.data.describe import verify
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.data.parts import merge
@@ -66,18 +67,35 @@ def test_parts_merged_are_the_whole(tmp_path: Path, parts: int) -> None:
         [("a.jsonl", 300), ("b.jsonl.gz", 200), ("c.jsonl", 1), ("d.jsonl", 500), ("empty.jsonl", 0)]
     )]  # fmt: skip
     counts = preprocess(inputs, str(tmp_path / "whole"), options(), reading=InputOptions(block_bytes=1 << 12))
-    total, done = Counts(), []
+    total = Counts()
     for i in range(parts):
-        try:
-            total.add(preprocess(inputs, str(tmp_path / f"p{i}"), options(), part=(i, parts), workers=1 + i % 2))
-        except BadInput as error:
-            assert f"in part {i} of {parts}" in str(error)  # noqa: PT017
-        else:
-            done.append(tmp_path / f"p{i}_text_document")
-    assert len(done) >= min(parts, 3)
-    merge(done, tmp_path / "merged_text_document")
+        total.add(preprocess(inputs, str(tmp_path / f"p{i}"), options(), part=(i, parts), workers=1 + i % 2))
+    merge([tmp_path / f"p{i}_text_document" for i in range(parts)], tmp_path / "merged_text_document")
     assert stored(tmp_path / "merged") == stored(tmp_path / "whole")
     assert (total.documents, total.tokens, total.empty) == (counts.documents, counts.tokens, counts.empty)
+
+
+def test_more_parts_than_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parts without a document are datasets all the same, so that the jobs of an array can be joined; not all may be empty."""
+    some, none = lines(tmp_path / "a.jsonl.gz", 5), tmp_path / "b.jsonl"
+    none.write_text("\n" + json.dumps({"text": " "}) + "\n")
+    flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000", "--append-eod", "--input"]
+
+    def made(i: int, *inputs: Path) -> tuple[int, str, str]:
+        where = ["--output-prefix", str(tmp_path / f"new{len(inputs)}" / f"p{i}"), "--part", f"{i}/9"]
+        return cli.main([*flags, *map(str, inputs), *where]), *capsys.readouterr()
+
+    for inputs in ([none], [some, none]):
+        results = [made(i, *inputs) for i in range(9)]
+        assert {code for code, *_ in results} == {0} and "0 documents, 0 tokens" in results[8][1]
+        parts = [tmp_path / f"new{len(inputs)}" / f"p{i}_text_document" for i in range(9)]
+        assert all(verify(part) == ([], []) for part in parts)
+        if inputs == [none]:
+            with pytest.raises(ValueError, match="nothing to join into .*: no document is in any of the 9 datasets"):
+                merge(parts, tmp_path / "merged_text_document")
+    merge(parts, tmp_path / "merged_text_document")
+    preprocess([some, none], str(tmp_path / "whole"), options())
+    assert stored(tmp_path / "merged") == stored(tmp_path / "whole")
 
 
 def test_documents_that_are_no_lines_are_parted_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,24 +180,23 @@ def test_what_cannot_be_parted(tmp_path: Path) -> None:
 
 RUN = """
 import sys
-from pathlib import Path
-sys.path[:0] = [{root!r}, {tests!r}]
-from megatron_lite.text import preprocess as engine
-from megatron_lite.text.inputs import InputOptions
-from test_preprocess_parts import options
-engine._FINISHED_BYTES = 1 << 14
+from functools import partial
+sys.path.insert(0, {root!r})
+from megatron_lite.cli.preprocess import main
+from megatron_lite.text import inputs, preprocess
+preprocess._FINISHED_BYTES = 1 << 14  # the real command, in smaller pieces
+inputs.InputOptions = partial(inputs.InputOptions, block_bytes=1 << 12)
 if __name__ == "__main__":
-    files = [Path(p) for p in sys.argv[3:]]
     print("ready", flush=True)
-    reading = InputOptions(block_bytes=1 << 12)
-    engine.preprocess(files, sys.argv[1], options(), reading=reading, workers=int(sys.argv[2]), resume=True, say=lambda s: None)
+    sys.exit(main(sys.argv[1:]))
 """
 
 
 def start(tmp_path: Path, out: Path, workers: int, files: list[Path]) -> subprocess.Popen[str]:
     script = tmp_path / "run.py"
-    script.write_text(RUN.format(root=str(ROOT), tests=str(ROOT / "tests")))
-    command = [sys.executable, str(script), str(out), str(workers), *map(str, files)]
+    script.write_text(RUN.format(root=str(ROOT)))
+    command = [sys.executable, str(script), "--output-prefix", str(out), "--input", *map(str, files), "--resume"]
+    command += ["--workers", str(workers), "--tokenizer-type", "NullTokenizer", "--vocab-size", "1000", "--append-eod"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
@@ -217,6 +234,41 @@ def test_killed_runs_go_on_to_the_same_bytes(tmp_path: Path, workers: int, numbe
     assert kills >= 2
     assert stored(out) == stored(tmp_path / "whole")
     assert sorted(p.name for p in tmp_path.glob("out*")) == sorted(f"out_text_document.{s}" for s in SUFFIXES)
+
+
+def test_a_run_that_is_killed_between_renames_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every one of them: what opens is complete, with an old dataset there or not; the next run renames the rest."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": str(i), "title": f"{i} {i}"}) + "\n" for i in range(50)))
+    run = partial(preprocess, [path], options=options(keys=("text", "title")), resume=True)
+    whole = run(output_prefix=str(tmp_path / "whole"))
+    names = [f"_{key}_document.{suffix}" for key in ("text", "title") for suffix in SUFFIXES]
+    replace, left = os.replace, len(names)
+    for at, overwrite in [(at, overwrite) for at in range(left) for overwrite in (False, True)]:
+        out = tmp_path / f"{at}{overwrite}"
+        if overwrite:
+            preprocess([path], str(out), Options(NUMBERS, keys=("text", "title")))  # another dataset
+        if (child := os.fork()) == 0:
+            left = at
+
+            def dying(old: str, new: str) -> None:
+                nonlocal left
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+                replace(old, new)
+
+            os.replace = dying
+            run(output_prefix=str(out), overwrite=overwrite)
+            os._exit(3)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        for key in ("text", "title"):
+            if Path(f"{out}_{key}_document.idx").exists():
+                assert verify(f"{out}_{key}_document") == ([], [])
+        assert run(output_prefix=str(out), overwrite=overwrite) == whole
+        for name in names:
+            assert Path(f"{out}{name}").read_bytes() == Path(f"{tmp_path}/whole{name}").read_bytes()
+        assert len(list(tmp_path.glob(f"{out.name}*"))) == len(names)
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, documents: int) -> None:
@@ -341,6 +393,19 @@ def test_errors_after_going_on_name_the_line_of_the_file(tmp_path: Path, monkeyp
     assert finished_parts(tmp_path / "out") > 2
 
 
+def test_counts_of_bad_records_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_FINISHED_BYTES", 1 << 13)
+    path = lines(tmp_path / "a.jsonl", 900)
+    path.write_bytes(b"{}\n{}\n7\n" + path.read_bytes())
+    whole = preprocess([path], str(tmp_path / "whole"), options(skip_bad=True))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 500)
+        with pytest.raises(OSError, match="No space left"):
+            preprocess([path], str(tmp_path / "out"), options(skip_bad=True), reading=small(), resume=True)
+    assert preprocess([path], str(tmp_path / "out"), options(skip_bad=True), reading=small(), resume=True) == whole
+    assert sorted(whole.bad.values()) == [1, 2] and stored(tmp_path / "out") == stored(tmp_path / "whole")
+
+
 def test_a_part_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_FINISHED_BYTES", 1 << 13)
     path = lines(tmp_path / "a.jsonl", 2000)
@@ -356,13 +421,13 @@ def test_a_part_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_journal_is_of_one_run_at_a_time(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path / "out"), {"inputs": []}, keep=True)
-    journal.open(resume=False)
+    journal.open()
+    other = Journal(str(tmp_path / "out"), {"inputs": []}, keep=True)
+    assert other.find() is None
     with pytest.raises(FileExistsError, match="being written by another process"):
-        Journal(str(tmp_path / "out"), {"inputs": []}, keep=True).open(resume=True)
+        other.open()
     journal.end()
-    assert Journal(str(tmp_path / "out"), {"inputs": []}, keep=True).open(resume=True) is None
-    with pytest.raises(FileNotFoundError, match="no such directory"):
-        Journal(str(tmp_path / "no" / "out"), {}, keep=True).open(resume=True)
+    other.open()
 
 
 # --- whole blocks, progress, reading ahead --------------------------------------------------------------------------

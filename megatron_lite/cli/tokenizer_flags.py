@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron_lite.text.tokenizer import READ_BY
+from megatron_lite.text.tokenizer import READ_BY, flag_of
 
 
 def add_tokenizer_flags(group: argparse._ArgumentGroup, default: str | None) -> None:
@@ -40,6 +40,5 @@ def unread_options(args: argparse.Namespace) -> list[str]:
     lines = []
     for name, value in tokenizer_options(args).items():
         if value is not None and name not in READ_BY[args.tokenizer_type]:
-            flag = "--tokenizer-model" if name == "model" else "--" + name.replace("_", "-")
-            lines.append(f"{flag} has no effect with --tokenizer-type {args.tokenizer_type}")
+            lines.append(f"{flag_of(name)} has no effect with --tokenizer-type {args.tokenizer_type}")
     return lines

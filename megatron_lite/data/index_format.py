@@ -118,6 +118,7 @@ class DatasetMeta:
         dtype: of ``.bin``, e.g. "uint16".
         eod_id: the id that ends every document, or None when none was appended.
         tokenizer: fingerprint of the tokenizer, or None.
+        tokenizer_flags: the flags that name it, as a command line, or None.
         vocab_size: its true vocabulary size, or None.
         largest_id: the largest token id in ``.bin``, or None when there is no token.
         sha256_bin, sha256_idx: checksums of the two files, hexadecimal.
@@ -129,6 +130,7 @@ class DatasetMeta:
     dtype: str
     eod_id: int | None = None
     tokenizer: str | None = None
+    tokenizer_flags: str | None = None
     vocab_size: int | None = None
     largest_id: int | None = None
     sha256_bin: str | None = None

@@ -10,7 +10,9 @@ a killed one left, and two runs cannot write the same prefix at once. It starts 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,12 +59,13 @@ class IndexedWriter:
     everything (:meth:`abort`).
 
     Args:
-        prefix: path without suffix; its directory must exist.
+        prefix: path without suffix; its directory is made.
         dtype: of the stored ids. Default: :func:`choose_dtype` of ``vocab_size``.
         vocab_size: true vocabulary size; ids at or above it are refused.
         eod_id: the id that the caller appends to every document, recorded only.
-        tokenizer: fingerprint of the tokenizer, recorded only.
+        tokenizer, tokenizer_flags: fingerprint of the tokenizer and the flags that name it, recorded only.
         overwrite: replace files that are there.
+        empty: no document is no error.
         keep: :meth:`abort` leaves the temporary files, as being killed does.
         resume: go on with such files, from this state. They are read once, to be hashed, while new tokens come.
         mask: the unfinished writer of the loss mask of these tokens: :meth:`finish` publishes both or none, and at no time do
@@ -81,7 +84,9 @@ class IndexedWriter:
         vocab_size: int | None = None,
         eod_id: int | None = None,
         tokenizer: str | None = None,
+        tokenizer_flags: str | None = None,
         overwrite: bool = False,
+        empty: bool = False,
         keep: bool = False,
         resume: WriterState | None = None,
         mask: IndexedWriter | None = None,
@@ -89,16 +94,16 @@ class IndexedWriter:
         self.prefix = str(prefix)
         self.dtype = choose_dtype(vocab_size) if dtype is None else np.dtype(dtype).newbyteorder("<")
         dtype_code(self.dtype)
-        self.vocab_size, self.eod_id, self.tokenizer, self.overwrite = vocab_size, eod_id, tokenizer, overwrite
-        self._keep, self._mask = keep, mask
+        self.vocab_size, self.overwrite = vocab_size, overwrite
+        self.eod_id, self.tokenizer, self.tokenizer_flags = eod_id, tokenizer, tokenizer_flags
+        self._empty, self._keep, self._mask = empty, keep, mask
         start = resume or WriterState(0, 0, 0, -1, "")
         self.sequences, self.documents, self.tokens = start.sequences, start.documents, start.tokens
         self._largest = start.largest
         self._limit = _id_limit(self.dtype, vocab_size)
         self._paths = prefix_paths(prefix)
-        if not self._paths[0].parent.is_dir():
-            raise FileNotFoundError(f"{self._paths[0].parent}: no such directory (for {self.prefix}.bin)")
         self._refuse_existing()
+        self._paths[0].parent.mkdir(parents=True, exist_ok=True)
         self._open = False
         self._bin, self._idx, self._borders, self._meta = self._files = tuple(
             LockedFile(self.prefix + suffix) for suffix in (".bin", ".idx", ".borders", ".meta.json")
@@ -189,17 +194,33 @@ class IndexedWriter:
             self._append_ends(ends + shift)
 
     def finish(self) -> DatasetMeta:
-        """Flush to the disk and publish under the final names; ValueError when there is no document."""
-        assert self._open, "finish() after finish() or abort()"
+        """Everything to the disk and under the final names."""
+        meta = self.complete()
+        self.publish()
+        return meta
+
+    def complete(self) -> DatasetMeta:
+        """Everything to the disk, under the temporary names; :meth:`publish` is all that may follow.
+
+        ValueError when there is no document.
+        """
+        assert self._open, "complete() after publish() or abort()"
         try:
             meta = self._complete()
             if self._mask is not None:
                 self._mask._complete()
-            self._publish()
         except BaseException:
             self.abort()
             raise
         return meta
+
+    def publish(self) -> None:
+        """Rename what is complete; :func:`publish_left` can do it for a process that was killed."""
+        try:
+            self._publish()
+        except BaseException:
+            self.abort()
+            raise
 
     def abort(self) -> None:
         """Remove everything that was written, or leave it (``keep``). Does nothing after :meth:`finish`."""
@@ -285,7 +306,7 @@ class IndexedWriter:
 
     def _complete(self) -> DatasetMeta:
         """Everything on the disk, under the temporary names."""
-        if self.documents == 0:
+        if self.documents == 0 and not self._empty:
             raise ValueError(f"{self.prefix}: no documents were written")
         self._flush()
         sha256_idx = self._complete_index()
@@ -296,6 +317,7 @@ class IndexedWriter:
             dtype=self.dtype.name,
             eod_id=self.eod_id,
             tokenizer=self.tokenizer,
+            tokenizer_flags=self.tokenizer_flags,
             vocab_size=self.vocab_size,
             largest_id=self._largest if self._largest >= 0 else None,
             sha256_bin=self._appender.digest(),
@@ -311,9 +333,7 @@ class IndexedWriter:
         """Rename; nothing more is written."""
         bin_path, idx_path, meta_path = self._paths
         self._refuse_existing()
-        for path in (idx_path, meta_path):  # from here on, no old index stands beside new tokens, ...
-            path.unlink(missing_ok=True)
-        _remove(mask_prefix(self.prefix))  # ... and no old mask
+        _clear(self.prefix)
         try:
             if self._mask is not None:
                 self._mask._publish()
@@ -323,7 +343,7 @@ class IndexedWriter:
             self._idx.publish(idx_path)
         except BaseException:
             if self._mask is not None:
-                _remove(self._mask.prefix)
+                remove_dataset(self._mask.prefix)
             raise
         self._borders.remove()
         sync_directory(bin_path.parent)
@@ -338,7 +358,27 @@ class IndexedWriter:
                 file.remove()
 
 
-def _remove(prefix: str) -> None:
+def publish_left(prefix: str) -> None:
+    """Go on renaming where a process was killed that had completed the files; also after the last of them."""
+    bin_path, idx_path, meta_path = prefix_paths(prefix)
+    if Path(f"{bin_path}.tmp").exists():
+        _clear(prefix)
+    for path in (bin_path, meta_path, idx_path):
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(f"{path}.tmp", path)
+    Path(prefix + ".borders.tmp").unlink(missing_ok=True)
+    sync_directory(bin_path.parent)
+
+
+def _clear(prefix: str) -> None:
+    """From here on no old index, and no old mask, stands beside new tokens."""
+    for path in prefix_paths(prefix)[1:]:
+        path.unlink(missing_ok=True)
+    remove_dataset(mask_prefix(prefix))
+
+
+def remove_dataset(prefix: str) -> None:
+    """Delete a dataset's files that are there, the tokens last."""
     for path in reversed(prefix_paths(prefix)):
         path.unlink(missing_ok=True)
 

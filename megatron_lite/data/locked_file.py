@@ -52,7 +52,9 @@ class LockedFile:
             raise FileExistsError(f"{self.path} was being written by another process")
         if os.fstat(file.fileno()).st_size < keep:
             file.close()
-            raise ValueError(f"{self.path} has fewer than the {keep} bytes that were written to it")
+            raise ValueError(
+                f"{self.path} has fewer than the {keep} bytes that were written to it: leave --resume out to start anew"
+            )
         file.truncate(keep)
         self._file = file
 
@@ -157,7 +159,7 @@ class HashedAppender:
             if self._closed:
                 return
         if self._sha.hexdigest() != sha256:
-            raise ValueError(f"{self._file.path} does not hold what was written to it: it cannot be gone on with")
+            raise ValueError(f"{self._file.path} does not hold what was written to it: leave --resume out to start anew")
 
     def _append(self, data: bytes | bytearray) -> None:
         self._file.write(data)

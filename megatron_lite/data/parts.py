@@ -15,13 +15,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megatron_lite.data.index_format import DatasetMeta, mask_prefix, prefix_paths
-from megatron_lite.data.index_writer import IndexedWriter, refuse_existing
+from megatron_lite.data.index_format import DatasetMeta, mask_prefix
+from megatron_lite.data.index_writer import IndexedWriter, refuse_existing, remove_dataset
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.loss_mask import open_mask
 
 By = Literal["documents", "tokens"]
-_FACTS = ("eod_id", "tokenizer", "vocab_size")  # of .meta.json, that outputs take over
+_FACTS = {  # of .meta.json, that outputs take over, and what it means where one is not said
+    "eod_id": "no end of document",
+    "tokenizer": "no tokenizer",
+    "vocab_size": "no vocabulary size",
+    "tokenizer_flags": "no flags",
+}
 
 
 def part_ranges(dataset: IndexedDataset, shares: Sequence[float], by: By) -> list[range]:
@@ -76,8 +81,8 @@ def divide(
                 done.append(out)
         except BaseException:
             for out in done:
-                for path in (*reversed(prefix_paths(out)), *reversed(prefix_paths(mask_prefix(out)))):
-                    path.unlink(missing_ok=True)
+                remove_dataset(out)
+                remove_dataset(mask_prefix(out))
             raise
     return ranges
 
@@ -88,26 +93,32 @@ def merge(
     """Join datasets into one, document after document; with ``masks``, their loss masks too.
 
     End-of-document id, tokenizer and vocabulary size of those that have a ``.meta.json`` must agree, and are recorded when
-    all have one.
+    all have one; so are the tokenizer's flags where they agree. Some of the datasets may be empty.
 
     Raises:
-        ValueError: nothing to join, different dtypes, different ids or tokenizers.
+        ValueError: nothing to join, no document in any of them, different dtypes, different ids or tokenizers.
         FileExistsError: the output is there and ``overwrite`` is off.
     """
     if not prefixes:
         raise ValueError(f"nothing to join into {out}")
     facts: dict[str, dict[object, str]] = {name: {} for name in ("dtype", *_FACTS)}
-    described = True
+    described, documents = True, 0
     for prefix in map(str, prefixes):
         with contextlib.closing(IndexedDataset(prefix)) as dataset:
             facts["dtype"].setdefault(dataset.dtype, prefix)
-            described = described and dataset.meta is not None
+            described, documents = described and dataset.meta is not None, documents + dataset.num_documents
             for name in _FACTS if dataset.meta is not None else ():
                 facts[name].setdefault(getattr(dataset.meta, name), prefix)
+    if not documents:
+        raise ValueError(f"nothing to join into {out}: no document is in any of the {len(prefixes)} datasets")
+    if len(facts["tokenizer_flags"]) > 1:
+        facts["tokenizer_flags"] = {}
     for name, values in facts.items():
         if len(values) > 1:
-            listed = ", ".join(f"{value} in {prefix}" for value, prefix in values.items())
-            raise ValueError(f"datasets of different {name} cannot be joined: {listed}")
+            said = {_FACTS[name] if value is None else value: prefix for value, prefix in values.items()}
+            listed = ", ".join(f"{value} in {prefix}" for value, prefix in said.items())
+            hint = "; one was made with --append-eod and one without" if name == "eod_id" and None in values else ""
+            raise ValueError(f"datasets of different {name} cannot be joined: {listed}{hint}")
     common = {name: next(iter(values), None) for name, values in facts.items() if described or name == "dtype"}
     return _write([(str(prefix), None) for prefix in prefixes], str(out), common, overwrite, masks)
 

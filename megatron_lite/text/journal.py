@@ -2,16 +2,16 @@
 
 ``PREFIX.journal.tmp``, a line of JSON first for what the run is (inputs, options, tokenizer), then one for each finished
 part of the work: the place in the input where the next one begins, the counts so far, and the state of each output's
-temporary files. Outputs are on the disk before their line is. A last line that is cut off is as if it had not been
-written; what the outputs hold beyond the last line is cut away. It is removed, or left, with the temporaries.
+temporary files; the last one, without these states, says that all temporaries are complete and have only to be renamed.
+Outputs are on the disk before their line is. A last line that is cut off is as if it had not been written; what the
+outputs hold beyond the last line is cut away. It is removed, or left, with the temporaries.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,17 @@ Identity = dict[str, Any]  # what must be the same for a run to go on; JSON
 
 @dataclass(frozen=True)
 class Finished:
-    """Where a run goes on, and what it has: bytes read on the disk, its counts, and its outputs in order."""
+    """Where a run goes on, and what it has: bytes read on the disk, its counts, and its outputs in order (none: complete)."""
 
     place: Place
     taken: int
     counts: Counts
     outputs: list[WriterState]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the temporaries have only to be renamed."""
+        return not self.outputs
 
 
 class Journal:
@@ -40,33 +45,33 @@ class Journal:
         self._keep = keep
         self._file = LockedFile(prefix + ".journal")
         self._identity = json.loads(json.dumps(identity))
+        self._size = 0  # of what was found
 
-    def open(self, resume: bool) -> Finished | None:
-        """Begin a journal; or go on with the one that is there, and give its last line.
+    def find(self) -> Finished | None:
+        """What the journal that is there says last; :meth:`open` goes on with it.
 
-        Raises:
-            ValueError: it is of a run with other inputs or options.
-            FileExistsError: its run has not ended.
-            FileNotFoundError: there is no such directory.
+        Raises ValueError: it is of a run with other inputs or options.
         """
-        if not self._file.path.parent.is_dir():
-            raise FileNotFoundError(f"{self._file.path.parent}: no such directory; make it first, the outputs go there")
-        lines = _whole_lines(self._file.path) if resume else []
+        lines = _whole_lines(self._file.path)
         if lines and (differ := _differences(json.loads(lines[0]), self._identity)):
             raise ValueError(
                 f"--resume: {self._file.path} is of a run with other inputs or options: {'; '.join(differ)}. "
                 "Give the same, or leave --resume out to start anew"
             )
-        self._file.open(sum(map(len, lines)))
-        if not lines:
-            self._write(self._identity)
+        self._size = sum(map(len, lines))
         return _finished(json.loads(lines[-1])) if len(lines) > 1 else None
 
-    def add(self, place: Place, taken: int, counts: Counts, outputs: Sequence[WriterState]) -> None:
-        """A part of the work is finished."""
-        self._write(
-            {"place": asdict(place), "taken": taken, "counts": asdict(counts), "outputs": [asdict(o) for o in outputs]}
-        )
+    def open(self) -> None:
+        """Begin the journal, or go on with the one that was found. Raises FileExistsError: its run has not ended."""
+        self._file.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file.open(self._size)
+        if not self._size:
+            self._write(self._identity)
+
+    def add(self, finished: Finished) -> None:
+        """A part of the work is finished; without outputs, all of it."""
+        counts = vars(finished.counts) | {"bad": dict(finished.counts.bad)}  # `asdict` spoils a Counter
+        self._write(asdict(replace(finished, counts=Counts())) | {"counts": counts})
 
     def end(self, done: bool = False) -> None:
         """The run has ended."""

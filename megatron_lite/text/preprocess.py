@@ -26,8 +26,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from megatron_lite.data.index_format import prefix_paths
-from megatron_lite.data.index_writer import IndexedWriter, refuse_existing
+from megatron_lite.data.index_writer import IndexedWriter, WriterState, publish_left, refuse_existing, remove_dataset
 from megatron_lite.data.locked_file import interrupts_held
 from megatron_lite.text.ahead import ahead
 from megatron_lite.text.encode import (
@@ -46,8 +45,8 @@ from megatron_lite.text.journal import Finished, Identity, Journal
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.progress import Progress
 from megatron_lite.text.records import BadInput
-from megatron_lite.text.shares import Part, Share, after, numbers_before, place_of, read, shares
-from megatron_lite.text.tokenizer import Tokenizer
+from megatron_lite.text.shares import Part, Place, Share, after, numbers_before, place_of, read, shares
+from megatron_lite.text.tokenizer import Tokenizer, flags_of
 from megatron_lite.text.tokenizer_fast import Encoder, NotFast, encoder_of
 
 __all__ = ["SENTENCE_END", "Counts", "Options", "preprocess", "summary"]
@@ -116,7 +115,7 @@ def preprocess(
         say: prints a line.
 
     Raises:
-        BadInput: a bad record, a worker that died, or no document at all; no output is left.
+        BadInput: a bad record, a worker that died, or no document at all (a part may be empty); no output is left.
         FileExistsError: the output is there and ``overwrite`` is off.
         ValueError: a tokenizer that cannot be used, a key given twice, or nothing of this kind to resume.
         OSError: the output cannot be written; none is left.
@@ -126,16 +125,26 @@ def preprocess(
     tokenizer = options.tokenizer()  # before any work: a tokenizer without an end token is refused here
     reading = replace(reading or InputOptions(), keys=options.keys)
     whole = shares(inputs, reading, part)
-    for key in () if overwrite else options.keys:
-        refuse_existing(_output(output_prefix, key))  # before a journal is begun
+    outputs = [f"{output_prefix}_{key}_document" for key in options.keys]
+    identity = _identity(inputs, options, reading, tokenizer, part)
+    journal = Journal(output_prefix, identity, keep=resume)
+    finished = journal.find() if resume else None
+    complete = finished is not None and finished.complete
+    for output in () if overwrite or complete else outputs:
+        refuse_existing(output)  # before a journal is begun
     total = Counts()
     with ExitStack() as stack:
-        identity = _identity(inputs, options, reading, tokenizer, part)
-        journal = Journal(output_prefix, identity, keep=resume)
         with interrupts_held():
-            finished = journal.open(resume)
+            journal.open()
             stack.callback(journal.end)
-            writers = _writers(stack, output_prefix, options, tokenizer, overwrite, resume, finished)
+            if finished is not None and complete:
+                for output in outputs:
+                    publish_left(output)
+                journal.end(done=True)
+                return finished.counts
+            states = finished.outputs if finished is not None else [None] * len(outputs)
+            make = partial(IndexedWriter, overwrite=overwrite, empty=part is not None, keep=resume)
+            writers = _writers(stack, make, outputs, states, tokenizer, options.append_eod)
         left = whole if finished is None else after(whole, finished.place)
         progress = stack.enter_context(Progress(sum(s.size for s in whole), say, log_interval, bar))
         if finished is not None:
@@ -153,33 +162,28 @@ def preprocess(
             if encoded.failure is not None:
                 raise bad_input(block.file, encoded.failure, stream.numbers_before(share))
             if total.bytes - written_down >= _FINISHED_BYTES:
-                journal.add(place_of(share.file, block), taken, total, [writer.state() for writer in writers])
+                states_now = [writer.state() for writer in writers]
+                journal.add(Finished(place_of(share.file, block), taken, total, states_now))
                 written_down = total.bytes
             for writer, column in zip(writers, encoded.columns, strict=True):
                 writer.add_documents(column.tokens, column.lengths, column.sequences)
             total.add(encoded.counts)
             taken = _taken(whole, share, block)
             progress.show(total, taken)
-        if not total.documents:
-            size = max(total.bytes, sum(s.size for s in whole))
-            raise BadInput(
-                f"no documents were written: {called(inputs)} of {size:,} bytes held {total.empty} empty "
-                f"and {sum(total.bad.values())} bad records"
-                + (f" in part {part[0]} of {part[1]}" if part else "")
-                + "".join(f"; {n} bad: {why}" for why, n in total.bad.most_common())
-            )
+        if not total.documents and part is None:
+            raise _nothing_written(inputs, max(total.bytes, sum(s.size for s in whole)), total)
         if changed := [path for path, *facts in _files(inputs) if [path, *facts] not in identity["inputs"]]:
             raise BadInput(f"{changed[0]} has changed while it was read")
-        published = False
-        try:
-            with interrupts_held():
-                _publish(writers)
-                journal.end(done=True)
-                published = True
-        except KeyboardInterrupt:
-            if not published:  # else it came when everything was done
-                raise
+        _publish(writers, journal, Finished(Place(len(inputs), 0), taken, total, []), keep=resume)
     return total
+
+
+def _nothing_written(inputs: Sequence[Path], size: int, total: Counts) -> BadInput:
+    return BadInput(
+        f"no documents were written: {called(inputs)} of {size:,} bytes held {total.empty} empty "
+        f"and {sum(total.bad.values())} bad records"
+        + "".join(f"; {n} bad: {why}" for why, n in total.bad.most_common())
+    )
 
 
 def _files(inputs: Sequence[Path]) -> list[list[Any]]:
@@ -197,30 +201,24 @@ def _identity(
     return {"inputs": files, **named, **flags, "encoding": reading.encoding, "separator": reading.separator}
 
 
-def _output(prefix: str, key: str) -> str:
-    return f"{prefix}_{key}_document"
-
-
 def _writers(
     stack: ExitStack,
-    prefix: str,
-    options: Options,
+    make: Callable[..., IndexedWriter],
+    outputs: Sequence[str],
+    states: Sequence[WriterState | None],
     tokenizer: Tokenizer,
-    overwrite: bool,
-    keep: bool,
-    done: Finished | None,
+    append_eod: bool,
 ) -> list[IndexedWriter]:
-    """A writer for each key; the stack aborts them."""
+    """A writer for each output, from its state on; the stack aborts them."""
     writers: list[IndexedWriter] = []
-    for i, key in enumerate(options.keys):
-        writer = IndexedWriter(
-            _output(prefix, key),
+    for output, state in zip(outputs, states, strict=True):
+        writer = make(
+            output,
             vocab_size=tokenizer.vocab_size,
-            eod_id=tokenizer.eod_id if options.append_eod else None,
+            eod_id=tokenizer.eod_id if append_eod else None,
             tokenizer=tokenizer.fingerprint,
-            overwrite=overwrite,
-            keep=keep,
-            resume=done.outputs[i] if done else None,
+            tokenizer_flags=flags_of(tokenizer),
+            resume=state,
         )
         stack.callback(writer.abort)  # does nothing once it has been finished
         writers.append(writer)
@@ -304,18 +302,26 @@ def _taken(whole: Sequence[Share], share: Share, block: Block) -> int:
     return before + min(own.size, max(0, block.taken - begin))
 
 
-def _publish(writers: Sequence[IndexedWriter]) -> None:
-    """All outputs or none: those of other keys are taken back when one cannot be completed."""
+def _publish(writers: Sequence[IndexedWriter], journal: Journal, finished: Finished, keep: bool) -> None:
+    """All outputs or none: those of other keys are taken back when one cannot be renamed, or left to the run that goes on."""
     published: list[IndexedWriter] = []
     try:
-        for writer in writers:
-            writer.finish()
-            published.append(writer)
-    except BaseException:
-        for writer in published:
-            for path in reversed(prefix_paths(writer.prefix)):
-                path.unlink(missing_ok=True)
-        raise
+        with interrupts_held():
+            try:
+                for writer in writers:
+                    writer.complete()
+                journal.add(finished)
+                for writer in writers:
+                    writer.publish()
+                    published.append(writer)
+            except BaseException:
+                for writer in () if keep else published:
+                    remove_dataset(writer.prefix)
+                raise
+            journal.end(done=True)
+    except KeyboardInterrupt:
+        if len(published) < len(writers):  # else it came when everything was done
+            raise
 
 
 def summary(counts: Counts, seconds: float) -> str:

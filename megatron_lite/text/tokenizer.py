@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -252,21 +254,36 @@ def build_tokenizer(
     """
     from megatron_lite.text.tokenizer_bpe import Gpt2BpeTokenizer, TiktokenTokenizer
 
+    given = {name: value for name, value in locals().items() if name in READ_BY.get(kind, ()) and value is not None}
+    tokenizer: Any
     if kind == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer(model, eod_token)
-    if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer"):
-        return SentencePieceTokenizer(model, eod_token=eod_token)
-    if kind == "Llama2Tokenizer":
-        return SentencePieceTokenizer(model, add_bos=True, eod_token=eod_token)
-    if kind == "TikTokenizer":
-        return TiktokenTokenizer(model, tiktoken_pattern, vocab_size, eod_token)
-    if kind == "GPT2BPETokenizer":
+        tokenizer = HuggingFaceTokenizer(model, eod_token)
+    elif kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        tokenizer = SentencePieceTokenizer(model, add_bos=kind == "Llama2Tokenizer", eod_token=eod_token)
+    elif kind == "TikTokenizer":
+        tokenizer = TiktokenTokenizer(model, tiktoken_pattern, vocab_size, eod_token)
+    elif kind == "GPT2BPETokenizer":
         if vocab_file is None or merge_file is None:
             raise ValueError(f"--tokenizer-type {kind} (the default) needs --vocab-file and --merge-file")
-        return Gpt2BpeTokenizer(vocab_file, merge_file, eod_token)
-    if kind == "NullTokenizer":
-        return NullTokenizer(vocab_size)
-    raise ValueError(f"unknown tokenizer type {kind!r}: known are {', '.join(READ_BY)}")
+        tokenizer = Gpt2BpeTokenizer(vocab_file, merge_file, eod_token)
+    elif kind == "NullTokenizer":
+        tokenizer = NullTokenizer(vocab_size)
+    else:
+        raise ValueError(f"unknown tokenizer type {kind!r}: known are {', '.join(READ_BY)}")
+    files = {name: os.path.abspath(given[name]) for name in ("model", "vocab_file", "merge_file") if name in given}
+    words = [word for name, value in (given | files).items() for word in (flag_of(name), str(value))]
+    tokenizer.flags = shlex.join(["--tokenizer-type", kind, *words])
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def flag_of(option: str) -> str:
+    """The flag of an option of :func:`build_tokenizer`."""
+    return "--tokenizer-model" if option == "model" else "--" + option.replace("_", "-")
+
+
+def flags_of(tokenizer: Tokenizer) -> str | None:
+    """The command line that means this tokenizer, if :func:`build_tokenizer` made it."""
+    return getattr(tokenizer, "flags", None)
 
 
 def tokenizer_of(data: Any, vocab_size: int | None = None) -> Tokenizer:

@@ -80,7 +80,7 @@ def test_the_model_sees_beginning_middle_and_end() -> None:
 
 
 def test_language_problems() -> None:
-    found = Language.problems(LanguageOptions(allow=("EN", "german"), min_score=2.0, sample_characters=5))
+    found = Language.problems(LanguageOptions(allow=("EN", "german"), min_score=2.0, sample_bytes=5))
     assert len(found) == 4
     assert Language.problems(LanguageOptions(allow=("eng", "ceb", "zh"))) == [  # eng would drop all of English
         "allow 'eng': the model knows no such code; ISO 639 codes, as in en or zh"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -179,6 +180,15 @@ def test_problems() -> None:
     found = Quality.problems(QualityOptions(max_digits=1.5, bounds={"xx": {}, "zh": {"min_word": 3}, "en": {"min_words": "many"}}))
     assert len(found) == 4
     assert "max_digits 1.5" in found[3] and "bounds.xx" in found[0] and "bounds.zh.min_word" in found[1] and "'many'" in found[2]
+
+
+def test_sections_of_the_benchmark_need_no_arguments() -> None:
+    bench = Path(__file__).resolve().parents[1] / "tools/bench"
+    scripts = re.findall(r'\["(\w+\.py)"', (bench / "data.py").read_text(encoding="utf-8"))
+    assert "quality.py" in scripts and len(scripts) >= 6
+    for script in scripts:
+        positional = re.findall(r'add_argument\(\s*"([^-"].*)', (bench / script).read_text(encoding="utf-8"))
+        assert all('nargs="*"' in argument for argument in positional), (script, positional)
 
 
 # ---- measures

@@ -37,18 +37,20 @@ class LanguageOptions:
     """The model's probability for its first choice; below it the language is unknown. FineWeb takes 0.65, CCNet 0.5."""
     min_bytes: int = 30
     """A text of fewer bytes of UTF-8 (a Chinese character has 3) has an unknown language."""
-    sample_characters: int = 180
-    """The model sees so many characters."""
+    sample_bytes: int = 180
+    """The model sees so many bytes of UTF-8: 180 letters of English, 60 characters of Chinese."""
     keep_unknown: bool = False
     """With ``allow``: keep documents whose language is unknown."""
 
 
-def sample(text: str, characters: int) -> str:
-    """What the model sees of a text, in one line; words that are all in capitals look like another language to it."""
-    if len(text) > characters:
-        third = characters // 3
-        middle = (len(text) - third) // 2
-        text = f"{text[:third]} {text[middle : middle + third]} {text[len(text) - third :]}"
+def sample(text: str, size: int) -> str:
+    """``size`` bytes of a text in one line; words that are all in capitals look like another language to the model."""
+    data = text.encode("utf-8")
+    if len(data) > size:
+        third = size // 3
+        middle = (len(data) - third) // 2
+        thirds = data[:third], data[middle : middle + third], data[len(data) - third :]
+        text = b" ".join(thirds).decode("utf-8", "ignore")  # without the characters that were cut
     text = " ".join(text.split())
     return text.lower() if text.isupper() else text
 
@@ -78,7 +80,7 @@ class Language(LocalStep):
 
     def language_of(self, text: str) -> tuple[str | None, str]:
         """(code, "") or (None, why it is unknown)."""
-        seen = sample(text, self.options.sample_characters)
+        seen = sample(text, self.options.sample_bytes)
         if len(seen.encode()) < self.options.min_bytes:
             return None, "language unknown: too short"
         best = self.detector.detect(seen, model="lite")
@@ -92,8 +94,8 @@ class Language(LocalStep):
         found = []
         if not 0 <= options.min_score <= 1:
             found.append(f"min_score {options.min_score:g}: a probability, between 0 and 1")
-        if options.sample_characters < 30:
-            found.append(f"sample_characters {options.sample_characters}: at least 30")
+        if options.sample_bytes < 30:
+            found.append(f"sample_bytes {options.sample_bytes}: at least 30")
         found += [
             f"allow {code!r}: the model knows no such code; ISO 639 codes, as in en or zh"
             for code in options.allow

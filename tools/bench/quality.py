@@ -1,18 +1,18 @@
-"""Speed of the steps ``language`` and ``quality`` of the cleaning pipeline, on one core.
+"""Speed of the steps ``language`` and ``quality`` of the cleaning pipeline, on one core, on long and on short documents.
 
-    python tools/bench/corpus.py /tmp/half.jsonl --megabytes 20 --chinese 0.5
-    python tools/bench/quality.py /tmp/half.jsonl
-
-The peer of ``language`` is fastText's model over the whole text of each document, that of ``quality`` the Python form of its
-measures, which is what runs where nothing is compiled (on a part of the corpus). Documents are in memory; reading and
-writing them is the pipeline's.
+The corpus is one of tools/bench/corpus.py, half Chinese (made when ``--corpus`` is not given), in documents of at most 4,000
+and of at most 600 bytes. The peer of ``language`` is fastText's model over the whole text of each document, that of
+``quality`` the Python form of its measures, which is what runs where nothing is compiled (on a part of the corpus).
+Documents are in memory; reading and writing them is the pipeline's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,12 +43,18 @@ def line(name: str, ours: float, peer: float | None = None, goal: str = "") -> N
     print(f"{name:<44} {ours:>8.1f} MB/s {beside}  {goal}", flush=True)
 
 
-def quality_section(path: Path, benchmark: Path | None = None) -> None:
-    """Print the table for a corpus of JSON lines."""
-    texts = [json.loads(row)["text"] for row in path.open(encoding="utf-8")]
+def pieces(corpus: Path, size: int) -> list[str]:
+    """Texts of at most ``size`` bytes that the texts of a corpus are cut into."""
+    whole = (json.loads(row)["text"].encode() for row in corpus.open(encoding="utf-8"))
+    cut = (text[at : at + size].decode("utf-8", "ignore") for text in whole for at in range(0, len(text), size))
+    return [text for text in cut if text.strip()]
+
+
+def quality_section(texts: list[str], benchmark: Path | None = None) -> None:
+    """Print the table for some documents."""
     sizes = [len(text.encode()) for text in texts]
     size, part = sum(sizes), max(1, len(texts) // 40)
-    print(f"{path.name}: {size / 1e6:.1f} MB, {len(texts)} documents, {size / len(texts):.0f} bytes on average; one core")
+    print(f"{size / 1e6:.1f} MB, {len(texts)} documents, {size / len(texts):.0f} bytes on average; one core")
     documents = [Document(text) for text in texts]
     language, quality = Language(LanguageOptions()), Quality(QualityOptions())
     language.language_of(texts[0][:1000] + " loads the model")
@@ -70,10 +76,19 @@ def quality_section(path: Path, benchmark: Path | None = None) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", type=Path, help="JSON lines with the field text")
+    parser.add_argument("--corpus", type=Path, help="JSON lines with the field text; made when it is not given")
+    parser.add_argument("--megabytes", type=int, default=20, help="of the corpus that is made")
     parser.add_argument("--benchmark", type=Path, help="also decontaminate against this file")
+    parser.add_argument("--directory", help="for temporary files")
     args = parser.parse_args()
-    quality_section(args.corpus, args.benchmark)
+    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        corpus = args.corpus or Path(folder) / "corpus.jsonl"
+        if args.corpus is None:
+            script = Path(__file__).with_name("corpus.py")
+            command = [sys.executable, str(script), str(corpus), "--megabytes", str(args.megabytes), "--chinese", "0.5"]
+            subprocess.run(command, check=True)
+        for size in (4000, 600):
+            quality_section(pieces(corpus, size), args.benchmark)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ tokens of the whole, or else a token lies across it, and generation could never 
 a text into parts that are tokenized by themselves, so only the part since the last one is tokenized again, and that is
 mostly the same few words (``<|im_start|>assistant``), which are remembered.
 
+What spells a special token in a message is text there (:mod:`.special_places`): it is marked before the template is
+rendered, and the places of the marks go with the text.
+
 A conversation for which one of this fails is a bad record.
 """
 
@@ -17,16 +20,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from megatron_lite.text.chat_template import ChatTemplate, Rendered, TemplateRefusal, Templates
+from megatron_lite.text.chat_template import PLAIN, ChatTemplate, Rendered, TemplateRefusal, Templates
 from megatron_lite.text.records import BadRecord, text_of
 from megatron_lite.text.special_places import SpecialPlaces, Tokens
-from megatron_lite.text.tokenizer import HuggingFaceTokenizer
+from megatron_lite.text.tokenizer import Tokenizer
 from megatron_lite.text.tokenizer_fast import Encoder
 
 ASSISTANT = "assistant"
@@ -155,7 +158,7 @@ def render(template: ChatTemplate, conversation: Conversation) -> Rendered:
             spans.append((len(before), len(after)))
     except TemplateRefusal as why:
         raise BadRecord(f"the template refuses it: {why}") from None
-    return Rendered(whole.text, tuple(spans))
+    return replace(whole, marked=tuple(spans))
 
 
 @dataclass(frozen=True)
@@ -167,12 +170,14 @@ class Example:
         mask: uint8 [tokens], 1 where the token counts as a target.
         turns: of the assistant that count.
         ended: how many of them end with a special token.
+        spells: whether a message spells a special token, which is text there.
     """
 
     ids: np.ndarray
     mask: np.ndarray
     turns: int
     ended: int
+    spells: bool = False
 
 
 class ChatEncoder:
@@ -183,7 +188,7 @@ class ChatEncoder:
         encoder: the fast form of the tokenizer, where it is proved.
     """
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer, templates: Templates, encoder: Encoder | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, templates: Templates, encoder: Encoder | None = None) -> None:
         self.templates = templates
         self._places = SpecialPlaces(tokenizer, encoder)
         self._remembered = lru_cache(maxsize=1 << 12)(self._ids)
@@ -191,7 +196,8 @@ class ChatEncoder:
     def encode(self, conversations: Sequence[Conversation]) -> list[Example | BadRecord]:
         """For each conversation its tokens and mask, or why it is bad."""
         rendered = [self.render(c) for c in conversations]
-        tokens = iter(self._places.encode([r.text for r in rendered if isinstance(r, Rendered)]))
+        good = [r for r in rendered if isinstance(r, Rendered)]
+        tokens = iter(self._places.encode([r.text for r in good], [r.plain for r in good]))
         return [
             self._example(r, next(tokens), self.templates.of(c.tools).marks) if isinstance(r, Rendered) else r
             for r, c in zip(rendered, conversations, strict=True)
@@ -200,7 +206,8 @@ class ChatEncoder:
     def render(self, conversation: Conversation) -> Rendered | BadRecord:
         """The text of a conversation and its assistant's turns, or why it is bad."""
         try:
-            rendered = render(self.templates.of(conversation.tools), conversation)
+            plain = Conversation(self._plain(conversation.messages), self._plain(conversation.tools))
+            rendered = render(self.templates.of(conversation.tools), plain)
             rendered.text.encode("utf-8")
         except BadRecord as why:
             return why
@@ -208,7 +215,19 @@ class ChatEncoder:
             return BadRecord("it holds a lone surrogate, which is no text")
         return rendered
 
-    def _example(self, rendered: Rendered, tokens: Tokens, by_marks: bool) -> Example | BadRecord:
+    def _plain(self, value: Any) -> Any:
+        """The same with a mark in whatever spells a special token."""
+        if isinstance(value, str):
+            return self._places.spelled(value, PLAIN)
+        if isinstance(value, list):
+            return [self._plain(v) for v in value]
+        if isinstance(value, dict):
+            return {self._places.spelled(k, PLAIN): self._plain(v) for k, v in value.items()}
+        return value
+
+    def _example(self, rendered: Rendered, tokens: Tokens | BadRecord, by_marks: bool) -> Example | BadRecord:
+        if isinstance(tokens, BadRecord):
+            return tokens
         special = {token for token, _, _ in tokens.special}
         stops = [stop for _, _, stop in tokens.special]
         mask = np.zeros(len(tokens.ids), dtype=np.uint8)
@@ -217,28 +236,33 @@ class ChatEncoder:
             for start, stop in rendered.marked:
                 if not by_marks:
                     stop = _without_space_behind(rendered.text, start, stop, stops)
-                first, last = (self._token_at(rendered.text, tokens, stops, at) for at in (start, stop))
+                first, last = (self._token_at(rendered, tokens, stops, at) for at in (start, stop))
                 mask[first:last] = 1
                 turns += last > first
                 ended += last > first and last - 1 in special
         except BadRecord as why:
             return why
         mask[:1] = 0  # nothing predicts the first token
-        return Example(tokens.ids, mask, turns, ended)
+        return Example(tokens.ids, mask, turns, ended, bool(rendered.plain))
 
-    def _token_at(self, text: str, tokens: Tokens, stops: list[int], at: int) -> int:
+    def _token_at(self, rendered: Rendered, tokens: Tokens, stops: list[int], at: int) -> int:
         """The first token behind a character; BadRecord where one lies across."""
+        text = rendered.text
         last = bisect_right(stops, at) - 1
         token, begin = tokens.special[last][:2] if last >= 0 else (0, 0)
         part = text[begin:at]
-        head = self._remembered(part) if len(part) <= _REMEMBERED else self._ids(part)
+        plain = tuple(place - begin for place in rendered.plain if begin < place <= at)
+        head = self._remembered(part) if len(part) <= _REMEMBERED and not plain else self._ids(part, plain)
         if not np.array_equal(tokens.ids[token : token + len(head)], head):
             around = f"{text[max(0, at - _SHOWN) : at]!r} | {text[at : at + _SHOWN]!r}"
             raise BadRecord("a token lies across the border of an assistant's turn", f" ({around})")
         return token + len(head)
 
-    def _ids(self, text: str) -> np.ndarray:
-        return self._places.encode([text])[0].ids
+    def _ids(self, text: str, plain: tuple[int, ...] = ()) -> np.ndarray:
+        (found,) = self._places.encode([text], [plain])
+        if isinstance(found, BadRecord):
+            raise found
+        return found.ids
 
 
 def _without_space_behind(text: str, start: int, stop: int, special_stops: list[int]) -> int:

@@ -180,7 +180,7 @@ def _by_rule(example: Example, options: ChatOptions, counts: ChatCounts) -> Exam
         if options.too_long == "drop":
             counts.dropped[TOO_LONG] += 1
             return None
-        example = Example(example.ids[:most], example.mask[:most], example.turns, example.ended)
+        example = replace(example, ids=example.ids[:most], mask=example.mask[:most])
         if example.mask.any():
             counts.truncated += 1
     if not example.mask.any():

@@ -6,21 +6,24 @@ that leaves characters and HTML alone, ``{% break %}`` and ``{% continue %}``. I
 so it runs in Jinja's sandbox, without a loader, and can change none of the objects it is given.
 
 ``{% generation %} ... {% endgeneration %}`` marks what the assistant wrote. Here the two marks write a character each that is
-no character (Unicode reserves U+FDD0 and U+FDD1 for such uses inside a program), which are found and taken out when
-everything is rendered; so they stay where they are through macros, captured blocks and filters.
+no character (Unicode reserves U+FDD0 to U+FDEF for such uses inside a program), which are found and taken out when
+everything is rendered; so they stay where they are through macros, captured blocks and filters. A third one stands in the
+messages, behind the first character of what spells a special token and is text.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
+OPEN, CLOSE, PLAIN = "\ufdd0", "\ufdd1", "\ufdd2"
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _WITH_TOOLS = "tool_use"  # name of the template of several that is taken for conversations with tools
@@ -37,10 +40,12 @@ class Rendered:
     Attributes:
         text: what is tokenized.
         marked: [start, stop) of each ``{% generation %}`` block in it, ascending; empty where there is none.
+        plain: where ``PLAIN`` stood, ascending.
     """
 
     text: str
     marked: tuple[tuple[int, int], ...] = ()
+    plain: tuple[int, ...] = ()
 
 
 class ChatTemplate:
@@ -66,6 +71,7 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
+            self._template.globals = dict(self._template.globals)  # copied at each rendering, which a ChainMap makes slow
         except TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not Jinja: {error.message} (line {error.lineno})") from None
         self.marks = any(OPEN in data.data for data in tree.find_all(nodes.TemplateData))
@@ -107,19 +113,26 @@ class Templates:
         return self.with_tools if tools else self.plain
 
 
-def load_templates(directory: Path, file: Path | None, now: datetime) -> Templates:
+def load_templates(
+    directory: Path | None, file: Path | None, now: datetime, named: Mapping[str, str] | None = None
+) -> Templates:
     """The template of a tokenizer.
 
     Args:
         directory: of the tokenizer: ``chat_template.jinja``, or ``chat_template`` in ``tokenizer_config.json``.
         file: ``--chat-template``, before those two.
         now: see :class:`ChatTemplate`.
+        named: special tokens by name, where ``tokenizer_config.json`` does not name them.
 
     Raises:
         ValueError: there is none, or it cannot be read or compiled.
     """
+    if directory is None and file is None:
+        raise ValueError("this tokenizer has no files, and so no chat template: give --chat-template FILE")
+    directory = directory or Path(os.devnull)  # which holds no file
     config = _read_config(directory / CONFIG)
-    tokens = {name: text for name in TOKENS if (text := _token_text(config.get(name))) is not None}
+    own = {name: text for name in TOKENS if (text := _token_text(config.get(name))) is not None}
+    tokens = {**(named or {}), **own}
     path = file if file is not None else directory / FILE
     sources: dict[str, str]
     if file is not None or path.exists():
@@ -189,7 +202,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.replace("\\ufdd2", PLAIN) if ensure_ascii else text
 
 
 def _raise(message: object) -> NoReturn:
@@ -201,7 +215,7 @@ def _raise(message: object) -> NoReturn:
 def _take_marks_out(text: str) -> Rendered:
     """Raises TemplateRefusal for marks that are not pairs (one lies inside another, or a filter lost one)."""
     if OPEN not in text and CLOSE not in text:
-        return Rendered(text)
+        return _without_plain(text, [])
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
     at = length = 0
@@ -219,7 +233,16 @@ def _take_marks_out(text: str) -> Rendered:
     rest = text[at:]
     if OPEN in rest or CLOSE in rest:
         raise TemplateRefusal("its generation blocks lie inside each other")
-    return Rendered("".join([*parts, rest]), tuple(spans))
+    return _without_plain("".join([*parts, rest]), spans)
+
+
+def _without_plain(text: str, spans: list[tuple[int, int]]) -> Rendered:
+    """Takes the marks of plain text out, before which the places were counted."""
+    if PLAIN not in text:
+        return Rendered(text, tuple(spans))
+    at = [i for i, c in enumerate(text) if c == PLAIN]
+    moved = [(start - bisect_left(at, start), stop - bisect_left(at, stop)) for start, stop in spans]
+    return Rendered(text.replace(PLAIN, ""), tuple(moved), tuple(i - n for n, i in enumerate(at)))
 
 
 def _sources(value: Any) -> dict[str, str]:
@@ -248,7 +271,7 @@ def _read(path: Path) -> str:
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None

@@ -168,7 +168,7 @@ class TiktokenTokenizer:
                 f"--tokenizer-model {path} has no token for {len(missing)} of the 256 single bytes "
                 f"(0x{missing[0]:02x}, ...): not every text could be encoded"
             )
-        self.ranks, self.pattern = ranks, pattern
+        self.ranks, self.pattern, self.special = ranks, pattern, special
         self._encoding: Any = tiktoken.Encoding(
             "file", pat_str=TIKTOKEN_PATTERNS[pattern], mergeable_ranks=ranks, special_tokens=special
         )

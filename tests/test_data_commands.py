@@ -221,6 +221,10 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "b.bin").write_bytes((tmp_path / "b.bin").read_bytes()[:-2])
     code, out, _ = run(capsys, "verify", b)
     assert code == 2 and "one of the two files is truncated" in out
+    code, out, _ = run(capsys, "verify", tmp_path / "aa")
+    assert code == 2 and f"{tmp_path}/aa: NOT THERE\n" in out and f"no such file; there are: {a}, {b}\n" in out
+    (tmp_path / "b.bin").unlink()
+    assert run(capsys, "verify", b)[1].startswith(f"{b}: DAMAGED\n")
 
 
 @pytest.mark.parametrize("what", ["idx", "largest", "vocabulary", "mask"])

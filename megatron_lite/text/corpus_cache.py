@@ -3,7 +3,8 @@
 Each file becomes an ordinary dataset, ``NAME-KEY_text_document.bin/.idx/.meta.json``, in ``--data-cache-path`` or, without
 it, in ``.tokenized`` beside the file; one of conversations becomes ``NAME-KEY_chat`` and its loss mask. KEY is a digest of
 what the tokens depend on: the file's place, size and time of change, the tokenizer, its template, the options. A file
-that changed gets a new dataset; old ones can be deleted at any time.
+that changed gets a new dataset; old ones can be deleted at any time. One that is damaged, so that it does not open, is made
+again.
 
 One process of a node tokenizes and the others wait for it (:mod:`megatron_lite.data.node_file`), also those of another job.
 It writes into a directory of its own beside the place and renames what is complete, ``.idx`` last. When it fails it
@@ -28,7 +29,9 @@ from typing import Any
 from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.config.text_files import is_text_file
 from megatron_lite.data.index_format import mask_prefix, prefix_paths
+from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.locked_file import sync_directory
+from megatron_lite.data.loss_mask import open_mask
 from megatron_lite.data.node_file import node_lock
 from megatron_lite.data.sources import parse_sources
 from megatron_lite.text.chat_files import ChatOptions, holds_conversations, prepare_chat, summary
@@ -91,7 +94,7 @@ class CorpusCache:
         """
         began = time.time()
         prefix = self.prefix_of(path)
-        if _is_there(prefix):
+        if _damage(prefix) is None:
             return str(prefix), f"{path}: tokenized before, in {prefix}"
         reason = _cannot_write(prefix.parent)
         if reason:
@@ -99,11 +102,14 @@ class CorpusCache:
                 f"the tokens of {path} cannot be kept in {prefix.parent} ({reason}); give --data-cache-path DIRECTORY"
             )
         with node_lock(prefix, lambda: self.tell(f"waiting for another process, which tokenizes {path}")):
-            if _is_there(prefix):
+            damage = _damage(prefix)
+            if damage is None:
                 return str(prefix), f"{path}: tokenized by another process, in {prefix}"
             failure = _failure(prefix, began)
             if failure is not None:
                 raise ValueError(failure)
+            if damage:
+                print(f"{damage}; it is made again", flush=True)
             try:
                 return str(prefix), self._tokenize(path, prefix)
             except (OSError, ValueError) as error:
@@ -201,8 +207,18 @@ def _move(made: str, final: str) -> None:
         os.replace(old, new)
 
 
-def _is_there(prefix: Path) -> bool:
-    return all(path.is_file() for path in prefix_paths(prefix))
+def _damage(prefix: Path) -> str | None:
+    """None for a dataset that opens; else what is wrong with it, or "" where there is none."""
+    files = [*prefix_paths(prefix), *(prefix_paths(mask_prefix(str(prefix))) if prefix.name.endswith(CHAT) else ())]
+    missing = [path for path in files if not path.is_file()]
+    if missing:
+        return "" if len(missing) == len(files) else f"{missing[0]} is missing beside {prefix}"
+    try:
+        with contextlib.closing(IndexedDataset(prefix)) as dataset:
+            open_mask(dataset)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def _cannot_write(directory: Path) -> str | None:

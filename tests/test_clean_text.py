@@ -61,6 +61,10 @@ CODE = 'def f(a):\n\tif a  <  3:\n        return "<p>x</p>"  # done\n\n\nclass A
         ("<div>only <i>a</i> part</div>", "only a part"),
         ("  <?xml version='1.0'?>\n<!-- c -->\n<HTML><BODY>Hi<BR>you</BODY></HTML>", "Hi\nyou"),
         ("<p>unclosed<p>next</b>", "unclosed\n\nnext"),
+        ("\ufeff<meta charset=gbk><p>a&#1;b&#8;c&#133;d&#xFEFF;e</p><pre># f&#2;\r\n# g</pre>", "a b c…de\n\n# f\n# g"),
+        ("<div><p hidden>a<b>b</b></p><p style='color: red; DISPLAY: none'>c</p><p>none</p></div>", "none"),
+        ("<p>他们来了，\n  很好。\nabc\n한국\n어</p>", "他们来了，很好。 abc 한국 어"),  # noqa: RUF001
+        ("<html lang=de>Silben\u00adtrennung</b>", "Silbentrennung"),
         ("", ""),
     ],
 )
@@ -80,6 +84,10 @@ def test_normalise_changes(text: str, wanted: str) -> None:
         CODE.replace("\n\n\n", "\n\n"),
         "#include <stdio.h>\nint main() { return 0; }",
         "<div> is a tag that this sentence does not close",
+        '<p align="center">\n  <img src="logo.png">\n</p>\n\nText with `vector<int>` and a < b:\n\n    $ run <file>',
+        '<h1 align="center">Name</h1>\n\n## Use\n\n- one\n- two <T>\n\n<p>end</p>',
+        "<p> of a test < 0.05 is told by the tag </p> of HTML",
+        "template <typename T> struct A { std::vector<T> v; };",
         "emoji 👩\u200d👩\u200d👧 and ی\u200cها stay joined, क्\u200dष too",
         "| a  | b |\n|----|---|",
     ],
@@ -146,6 +154,10 @@ def test_deep_and_broken_pages_are_read() -> None:
         ("+1 212 555 0123; +44 20 7946 0958; +49 (0)30 901820; +81-3-1234-5678", "[PHONE]; [PHONE]; [PHONE]; [PHONE]"),
         ("電話 03-1234-5678、携帯 090-1234-5678", "電話 [PHONE]、携帯 [PHONE]"),
         ("tel:+442079460958", "tel:[PHONE]"),
+        ("+8613812345678\n+86-10-62345678", "[PHONE]\n[PHONE]"),
+        ("010 62345678、0571—87654321", "[PHONE]、[PHONE]"),  # noqa: RUF001
+        ("zhang＠163．com，...li@qq.com(李)，-me@x.org", "[EMAIL]，...[EMAIL](李)，-[EMAIL]"),  # noqa: RUF001
+        ("192.0.0.170 ::ffff:93.184.216.34", "192.0.0.170 ::ffff:[IP]"),
     ],
 )
 def test_mask_changes(text: str, wanted: str) -> None:
@@ -172,6 +184,8 @@ def test_mask_changes(text: str, wanted: str) -> None:
         "人口 1400000000，面积 9600000 平方公里，2008-08-08 开幕",  # noqa: RUF001
         "uuid 123e4567-e89b-12d3-a456-426614174000, sha 4155552671abcdef",
         "192 168 1000, 200 300 4000, rows 100-200-3000",
+        "nginx 1.18.40.7, openssl-93.184.216.34, 93.184.216.34-generic, linux-2.6.35.4, section 45.43.42.41, 224.0.1.200",
+        "y = a@b.reshape(3), gcc-10 (>= 10-20200431), 13812345678元, 13812345678 万",
     ],
 )
 def test_mask_leaves(text: str) -> None:

@@ -17,32 +17,35 @@ from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from megatron_lite.clean.step import Document, LocalStep
 
 _MAIL = re.compile(
-    r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}@((?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z]{2,24})"
-    r"(?![A-Za-z0-9-])(?P<path>:[\w~/.])?"
+    r"(?<![A-Za-z0-9])(?<![A-Za-z0-9][._%+-])[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}[@＠]"  # noqa: RUF001
+    r"((?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?[.．])+(?P<top>[A-Za-z]{2,24}))(?![A-Za-z0-9-])(?P<path>:[\w~/.])?(?=(?P<call>\()?)"  # noqa: RUF001
 )
 _FILES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".js", ".css")  # logo@2x.png
 _IPV4 = re.compile(
-    r"[0-9](?<![\w.]\d)(?<![A-Za-z]/\d)\d{0,2}\.\d{1,3}\.\d{1,3}\.\d{1,3}(?![A-Za-z0-9_]|\.\d)", re.ASCII
+    r"[0-9](?<![\w.]\d)(?<![A-Za-z][/-]\d)\d{0,2}\.\d{1,3}\.\d{1,3}\.\d{1,3}(?![A-Za-z0-9_]|\.\d|-[A-Za-z])", re.ASCII
 )
 _VERSION = re.compile(
-    r"(?:\bv|\bver|version|release|revision|firmware|build|[=~<>]=|版本|版)\s*(?:号|number)?\.?\s*[:：=]?\s*$", re.I
+    r"(?:\bv|\bver|version|release|revision|firmware|build|section|[=~<>]=|版本|版)\s*(?:号|number)?\.?\s*[:：=]?\s*$", re.I
 )  # noqa: RUF001
-_SMALL = 32  # four numbers below this are a version or a section: 1 in 4096 addresses is so
+_SMALL = 32  # three numbers of four below this are a version or a section: 1 in 140 addresses is so
 _IPV6 = re.compile(
     r"[23](?<![\w:.][23])[0-9A-Fa-f]{3}:[0-9A-Fa-f:]{2,34}(?![\w:])", re.ASCII
 )  # global unicast, 2000::/3
 
 _BEFORE, _AFTER = r"(?<![\dA-Za-z_.+/=-])", r"(?![\dA-Za-z_]|[-.]\d)"
+_AREA = r"(?:10|2\d|[3-9]\d{2})"  # of China, without its 0
 _PHONE = re.compile(
     "|".join(
         (
-            # China, mobile: 11 digits from 13 to 19, by 3 4 4
-            _BEFORE + r"(?:(?:\+|00)86[- ]?|[(（]\+?86[)）] ?)?1[3-9]\d(?P<sep>[- ]?)\d{4}(?P=sep)\d{4}" + _AFTER,  # noqa: RUF001
+            # China, mobile: 11 digits from 13 to 19, by 3 4 4; no sum of money
+            _BEFORE
+            + r"(?:(?:\+|00)86[- ]?|[(（]\+?86[)）] ?)?1[3-9]\d(?P<sep>[- ]?)\d{4}(?P=sep)\d{4}(?! ?[元万亿円])"  # noqa: RUF001
+            + _AFTER,
             # China, landline: area code from 010 to 0999, 7 or 8 digits, an extension
             _BEFORE
-            + r"(?:(?:\+|00)86[- ]?)?(?:0?[1-9]0|0[1-9]\d{1,2}|010)[-－][2-9]\d{6,7}(?:[-－转]\d{1,5})?"
-            + _AFTER,  # noqa: RUF001
-            r"[(（]0(?:10|2\d|[3-9]\d{2})[)）] ?[2-9]\d{6,7}" + _AFTER,  # noqa: RUF001
+            + rf"(?:(?:\+|00)86[- ]?0?|0){_AREA}[-－—– ][2-9]\d{{6,7}}(?:[-－转]\d{{1,5}})?"  # noqa: RUF001
+            + _AFTER,
+            rf"[(（]0{_AREA}[)）] ?[2-9]\d{{6,7}}" + _AFTER,  # noqa: RUF001
             # North America: 3 3 4, area and exchange from 200
             _BEFORE
             + r"(?:\+?1[-. ])?(?:\([2-9]\d{2}\) ?[2-9]\d{2}[- .]|[2-9]\d{2}(?P<us>[-.])[2-9]\d{2}(?P=us))\d{4}"
@@ -51,7 +54,7 @@ _PHONE = re.compile(
             # Japan: 0 and 10 or 11 digits in three groups
             _BEFORE + r"0(?:\d-\d{4}|\d{2}-\d{3,4}|\d{3}-\d{2,3}|\d{4}-\d)-\d{4}" + _AFTER,
             # anywhere: + and 8 to 15 digits
-            r"(?<![\w.+/=-])\+[1-9]\d{0,2}(?:[-. ]?\(?\d{1,4}\)?){2,6}" + _AFTER,
+            r"(?P<anywhere>(?<![\w.+/=-])\+[1-9]\d{0,2}(?:[-. ]?\(?\d{1,4}\)?){2,6})" + _AFTER,
         )
     ),
     re.ASCII,
@@ -59,7 +62,7 @@ _PHONE = re.compile(
 _FEWEST_DIGITS, _FEWEST_TOGETHER, _MOST_DIGITS = 8, 10, 15  # of a number with +; E.164 has the 15
 # Seven digits or more with little between them: where a telephone number may be. (A pattern that begins with a set of
 # characters is found many times faster than one that begins with a look behind; so are the two above.)
-_DIGITS = re.compile(r"[0-9+(（](?:[ ()（）.+\-－转]{0,2}[0-9]){6,}")  # noqa: RUF001
+_DIGITS = re.compile(r"[0-9+(（](?:[ ()（）.+\-－—–转]{0,2}[0-9]){6,}")  # noqa: RUF001
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Mask(LocalStep):
         options: MaskOptions = self.options
         for document in documents:
             text = document.text
-            if options.mail and "@" in text:
+            if options.mail and ("@" in text or "＠" in text):  # noqa: RUF001
                 text = self._replace(text, filter(_is_mail, _MAIL.finditer(text)), options.mail, "mail addresses")
             if options.ip:
                 text = self._replace(text, filter(_is_public_ipv4, _IPV4.finditer(text)), options.ip, "IP addresses")
@@ -105,16 +108,18 @@ class Mask(LocalStep):
 
 
 def _is_mail(found: re.Match[str]) -> bool:
-    """No address of a repository, no name of a file."""
-    return found["path"] is None and not found[1].lower().endswith(_FILES)
+    """No address of a repository, no name of a file, no product of matrices (``a@b.reshape(3)``)."""
+    called = found["call"] is not None and len(found["top"]) > 4
+    return found["path"] is None and not called and not found[1].lower().endswith(_FILES)
 
 
 def _is_public_ipv4(found: re.Match[str]) -> bool:
     numbers = [int(number) for number in found[0].split(".")]
-    if max(numbers) < _SMALL or _VERSION.search(found.string, max(0, found.start() - 24), found.start()):
+    if sum(number < _SMALL for number in numbers) > 2 or _VERSION.search(found.string, max(0, found.start() - 24), found.start()):
         return False
     try:
-        return IPv4Address(found[0]).is_global
+        address = IPv4Address(found[0])
+        return address.is_global and not address.is_multicast
     except AddressValueError:  # a number above 255, or one that begins with 0
         return False
 
@@ -132,7 +137,7 @@ def _phones(text: str) -> Iterator[re.Match[str]]:
 
 
 def _is_phone(found: re.Match[str]) -> bool:
-    if not found[0].startswith("+"):
+    if found["anywhere"] is None:
         return True
     digits = sum(c.isdigit() for c in found[0])
     if digits == len(found[0]) - 1:  # without any separator: perhaps a sum, or a line that a patch adds

@@ -1,7 +1,8 @@
 """Brings a text to its plain form, each rule by itself: it changes how a text is written and none of its words or marks.
 
 That a text is UTF-8 the reader of the input has made sure of (what is not is a bad record). HTML is told by how the text
-begins, so a page is turned to text and an article that quotes a tag stays; for corpora of code set ``html: never``.
+begins and ends, so a page is turned to text and an article that quotes a tag stays, as does Markdown that begins with one;
+for corpora of code set ``html: never``.
 What the rules leave alone on purpose: indentation, runs of spaces inside a line, U+3000 (the indentation of Chinese), and
 joiners and direction marks, which Persian, Indic scripts and emoji need.
 """
@@ -19,41 +20,33 @@ from megatron_lite.clean.step import Document, LocalStep, missing_packages
 # Bytes 80 to 9F that were read as Latin-1 are Windows-1252, as in HTML (https://html.spec.whatwg.org, numeric character
 # reference end state): dropping them would drop quotation marks and dashes.
 _WINDOWS = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}
-# Other controls but tab and newline, interlinear marks, and code points that are no characters (Unicode 16, 23.7).
-_CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ufff9-\ufffb\ufdd0-\ufdef\ufffe\uffff]")
+# Soft hyphens (where a line may be broken), interlinear marks, and code points that are no characters (Unicode 16, 23.7).
+_CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\xad\ufff9-\ufffb\ufdd0-\ufdef\ufffe\uffff]")
 _LINE_ENDS = re.compile("[\r\v\f\u2028\u2029]")
 _SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f]")
 _BLANK_LINES = re.compile("\n{3,}")
 _PAGE = re.compile(
-    r"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*(?:<!doctype\s+html|<(?:html|head|body|div|p|table|article|section|main|header"
-    r"|nav|ul|ol|dl|h[1-6]|span|center|form|blockquote)(?:\s[^<>]*)?>)",
+    r"[\s\ufeff]*(?:<\?xml[^>]*>\s*)?(?:<!--.*?-->\s*)*"
+    r"(?:(?P<whole><!doctype\s+html|<(?:html|head|body)\b[^<>]*>)|<(?:div|p|table|article|section|main|header|nav|ul|ol|dl|h[1-6]"
+    r"|span|center|form|blockquote|title|meta|link)(?:\s[^<>]*)?>)",
     re.I | re.S,
 )
 _CLOSED = re.compile(r"</[a-z][a-z0-9]*\s*>", re.I)
+_PRE = re.compile(r"<pre\b.*?</pre>", re.I | re.S)
+_MARKDOWN = re.compile(r"^ {0,3}(?:#{1,6} |```|~~~)", re.M)
 _UNSEEN = {"head", "script", "style", "noscript", "template", "svg", "math", "iframe", "object", "select", "button"}
 _PARAGRAPHS = {
-    "p",
-    "h1",
-    "h2",
-    "h3",
-    "h4",
-    "h5",
-    "h6",
-    "blockquote",
-    "pre",
-    "table",
-    "ul",
-    "ol",
-    "dl",
-    "article",
-    "section",
-}
+    "p", "h1", "h2", "h3", "h4", "h5", "h6", "blockquote", "pre", "table", "ul", "ol", "dl", "article", "section",
+}  # fmt: skip
 _LINES = {
     "address", "aside", "body", "caption", "center", "dd", "details", "div", "dt", "fieldset", "figcaption", "figure", "footer",
     "form", "header", "hr", "html", "legend", "li", "main", "nav", "summary", "tbody", "tfoot", "thead", "tr",
 }  # fmt: skip
-_LINE, _PARAGRAPH, _CELL = "\x01", "\x02", "\x03"  # marks while a page is read; controls do not get there
-_COLLAPSED = re.compile(r"[ \t\n\r\f]+")
+_HIDDEN = "[hidden], [style*='display:none' i], [style*='display: none' i]"
+_LINE, _PARAGRAPH, _CELL = "\x01", "\x02", "\x03"  # marks while a page is read, in which controls are spaces
+_COLLAPSED = re.compile(r"[\x00-\x20\x7f]+")
+# Lines of Chinese and Japanese are joined without a space (CSS Text 3, 4.1.3).
+_BREAK = re.compile("(?<=[\u2e80-\u9fff\uf900-\ufaff\uff01-\uff60])[ \t\r]*\n\\s*(?=[\u2e80-\u9fff\uf900-\ufaff\uff01-\uff60])")
 _MARKS = re.compile(f" *[{_LINE}{_PARAGRAPH}][ {_LINE}{_PARAGRAPH}{_CELL}]*")
 
 
@@ -62,11 +55,12 @@ class NormaliseOptions:
     """Options of ``normalise``."""
 
     html: Literal["auto", "always", "never"] = "auto"
-    """Turn HTML to text: pages, told by how they begin; every text; none."""
+    """Turn HTML to text: pages, told by how they begin and end; every text; none."""
     bom: bool = True
     """Remove byte-order marks (U+FEFF), wherever they are."""
     controls: bool = True
-    """Remove control characters and code points that are none; end lines with a newline; bytes 80 to 9F as Windows-1252."""
+    """Remove control characters, soft hyphens and code points that are none; end lines with a newline; bytes 80 to 9F as
+    Windows-1252."""
     nfc: bool = True
     """Unicode normalisation form C (UAX 15): one code point where letter and accent are two; no change of how it looks."""
     whitespace: bool = True
@@ -84,14 +78,14 @@ class Normalise(LocalStep):
         options: NormaliseOptions = self.options
         for document in documents:
             text = document.text
+            if options.html != "never" and (options.html == "always" or is_page(text)):
+                text = page_text(text)
+                self.count("pages of HTML turned to text")
             if options.bom and "\ufeff" in text:
                 text = text.replace("\ufeff", "")
                 self.count("texts with byte-order marks")
             if options.controls:
                 text = self._controls(text)
-            if options.html != "never" and (options.html == "always" or is_page(text)):
-                text = page_text(text)
-                self.count("pages of HTML turned to text")
             if options.nfc and not unicodedata.is_normalized("NFC", text):
                 text = unicodedata.normalize("NFC", text)
                 self.count("texts brought to NFC")
@@ -122,33 +116,39 @@ def plain_space(text: str) -> str:
 
 
 def is_page(text: str) -> bool:
-    """Whether a text begins as HTML does, and closes a tag."""
-    return _PAGE.match(text) is not None and _CLOSED.search(text) is not None
+    """Whether a text begins as HTML does and closes a tag; a part of a page ends with that, and is no Markdown."""
+    begin = _PAGE.match(text)
+    if begin is None or begin["whole"] is not None:
+        return begin is not None and _CLOSED.search(text) is not None
+    text = text.rstrip()
+    return _CLOSED.fullmatch(text, text.rfind("<")) is not None and _MARKDOWN.search(_PRE.sub("", text)) is None
 
 
 def page_text(html: str) -> str:
     """What a page shows: a line for each block, a blank line around paragraphs, tabs between the cells of a table."""
     from selectolax.lexbor import LexborHTMLParser, LexborNode
 
+    tree = LexborHTMLParser(html)
+    hidden = {node.mem_id for node in tree.css(_HIDDEN)} if "hidden" in html or "none" in html else set()
     parts: list[str] = []
-    todo: list[str | LexborNode | None] = [LexborHTMLParser(html).root]
+    todo: list[str | LexborNode | None] = [tree.root]
     while todo:
         node = todo.pop()
         if node is None or isinstance(node, str):
             parts.append(node or "")
             continue
+        if node.mem_id in hidden:
+            continue
         tag = node.tag
         if tag == "-text":
-            parts.append(_COLLAPSED.sub(" ", node.text_content or ""))
+            parts.append(_COLLAPSED.sub(" ", _BREAK.sub("", node.text_content or "")))
         elif tag == "br":
             parts.append(_LINE)
         elif tag == "pre":
-            lines = node.text(deep=True).strip("\n").split("\n")
+            lines = _CONTROLS.sub("", _LINE_ENDS.sub("\n", node.text(deep=True))).strip("\n").split("\n")
             parts += [_PARAGRAPH, _LINE.join(line.replace(" ", "\u00a0") for line in lines), _PARAGRAPH]
         elif tag not in _UNSEEN:
-            mark = (
-                _PARAGRAPH if tag in _PARAGRAPHS else _LINE if tag in _LINES else _CELL if tag in ("td", "th") else ""
-            )
+            mark = _PARAGRAPH if tag in _PARAGRAPHS else _LINE if tag in _LINES else _CELL if tag in ("td", "th") else ""
             parts.append("" if mark == _CELL else mark)
             todo += [mark, *reversed(list(node.iter(include_text=True)))]
     text = _MARKS.sub(lambda found: "\n\n" if _PARAGRAPH in found[0] else "\n", "".join(parts))

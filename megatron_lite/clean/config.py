@@ -18,7 +18,6 @@ import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -27,7 +26,7 @@ from megatron_lite.clean.step import CorpusOptions, Step
 from megatron_lite.config.flags import field_kinds
 from megatron_lite.config.problem import ConfigError, Problem, nearest_name
 from megatron_lite.config.values import NUMBER, convert, plain
-from megatron_lite.config.yaml_file import construct, mapping_pairs
+from megatron_lite.config.yaml_file import compose_file, construct, mapping_pairs
 
 SAVED_BY = "saved-by"  # file in a directory that a corpus step saved: the digest of the plan that did it
 # name of a step -> module:class
@@ -106,13 +105,7 @@ def load_pipeline(path: str) -> Pipeline:
     Raises:
         ConfigError: everything that is wrong with it, each with file and line.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem(f"--config {path}: cannot be read ({error})")]) from None
-    except yaml.YAMLError as error:
-        raise ConfigError([Problem(f"--config {path}: not YAML ({' '.join(str(error).split())})")]) from None
+    node = compose_file("--config", path)
     reader = _Reader(path)
     if node is None:
         reader.complain(1, "the file is empty", "list the steps under 'steps:'")

@@ -42,20 +42,19 @@ class ConfigFile:
         return f"{self.name}{line}: {'.'.join(part for part in key if part)}"
 
 
-def read_file(path: str) -> ConfigFile:
-    """Read a YAML file.
-
-    Raises:
-        ConfigError: it is missing or is not YAML.
-    """
+def compose_file(flag: str, path: str) -> yaml.Node | None:
+    """The tree of a YAML file that a flag names; None: it is empty. Raises ConfigError: it is missing or is not YAML."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem(f"--config {path}: cannot be read ({error})")]) from None
-    try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        raise ConfigError([Problem(f"{flag} {path}: cannot be read ({error})")]) from None
     except yaml.YAMLError as error:
-        raise ConfigError([Problem(f"--config {path}: not YAML ({' '.join(str(error).split())})")]) from None
+        raise ConfigError([Problem(f"{flag} {path}: not YAML ({' '.join(str(error).split())})")]) from None
+
+
+def read_file(path: str) -> ConfigFile:
+    """Read a YAML file. Raises ConfigError: it is missing or is not YAML."""
+    node = compose_file("--config", path)
     found = ConfigFile(path)
     try:
         if node is not None:

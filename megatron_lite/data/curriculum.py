@@ -29,7 +29,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ import yaml
 
 from megatron_lite.config.problem import ConfigError, Problem, nearest_divisors, nearest_name
 from megatron_lite.config.values import convert, whole_amount
-from megatron_lite.config.yaml_file import construct, mapping_pairs
+from megatron_lite.config.yaml_file import compose_file, construct, mapping_pairs
 from megatron_lite.data.blend import Blend, WindowsBlend
 from megatron_lite.data.row import Dataset, Row
 
@@ -134,12 +133,7 @@ def load_curriculum(path: str, seq_length: int) -> Curriculum:
     Raises:
         ConfigError: everything that is wrong with it, each with file and line.
     """
-    try:
-        node = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem(f"--curriculum {path}: cannot be read ({error})")]) from None
-    except yaml.YAMLError as error:
-        raise ConfigError([Problem(f"--curriculum {path}: not YAML ({' '.join(str(error).split())})")]) from None
+    node = compose_file("--curriculum", path)
     reader = _Reader(path, seq_length)
     reader.read(node)
     if reader.problems:

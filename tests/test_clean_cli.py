@@ -15,7 +15,7 @@ from megatron_lite.clean.config import STEPS, load_pipeline, step_class
 from megatron_lite.clean.document import PATH, document
 from megatron_lite.clean.step import CorpusStep, LocalStep, Step
 from megatron_lite.cli import data_clean
-from megatron_lite.cli.data_clean import part, run, size
+from megatron_lite.cli.data_clean import run, size
 from megatron_lite.config.document import field_help
 from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR, WAITING
 from megatron_lite.config.problem import ConfigError
@@ -216,15 +216,15 @@ def test_bad_input_is_told_with_file_and_line(good: list[str], tmp_path: Path, c
     [
         (["--worker", "2"], "did you mean --workers?"),
         (["--workers", "0"], "give at least 1"),
-        (["--part", "2/2"], "parts go from 0/2 to 1/2"),
-        (["--part", "x"], "expected a part such as 0/8"),
-        (["--shard-size", "12QB"], "expected a size such as 128MB"),
+        (["--part", "2/2"], "--part 2/2: give i/n with 0 <= i < n, such as 0/8 to 7/8"),
+        (["--shard-size", "12QB"], "12QB: expected a size and its unit, such as 128MB"),
+        (["--shard-size", "10"], "10: expected a size and its unit"),
+        (["--shard-size", "0MB"], "0MB: expected a size and its unit"),
         (["--wait", "-1"], "0 or more"),
         (["--output", ""], "no name"),
         (["--part", "1/2", "--input", "-"], "standard input"),
         (["--output", "o", "--keep-dropped", "o/dropped"], "inside --output"),
         (["--output", "tests/o", "--input", "tests"], "inside --input"),
-        (["--json", "nowhere/r.json"], "no directory nowhere"),
     ],
 )
 def test_flags_are_checked(good: list[str], flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,9 +256,8 @@ def test_a_full_disk_is_no_traceback(good: list[str], monkeypatch: pytest.Monkey
     assert run(good) == DONE
 
 
-def test_sizes_and_parts() -> None:
-    assert [size(text) for text in ("128MB", "1gb", "5kb", "7B", "9")] == [128_000_000, 10**9, 5000, 7, 9]
-    assert part("0/8") == (0, 8)
+def test_sizes() -> None:
+    assert [size(text) for text in ("128MB", "1gb", "5kb", "7B")] == [128_000_000, 10**9, 5000, 7]
 
 
 def test_it_starts_without_torch() -> None:

@@ -24,6 +24,18 @@ def strict(p: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespac
     return args
 
 
+def add_reading_flags(group: argparse._ArgumentGroup) -> None:
+    """``--encoding`` and ``--document-separator``: how files of text are read."""
+    text = "of JSON lines and plain text, such as gb18030 (default: utf-8)"
+    group.add_argument("--encoding", default="utf-8", metavar="NAME", help=text)
+    text = r"between the documents of a .txt file, such as '<|endoftext|>' or '\n\n' (default: a file is a document)"
+    group.add_argument("--document-separator", type=_escaped, metavar="TEXT", help=text)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
 def check_prefix(p: argparse.ArgumentParser, prefix: str, example: str) -> None:
     """Exit with 2 unless ``--output-prefix`` ends in a name."""
     if not prefix.strip():

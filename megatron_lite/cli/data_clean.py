@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.cli.corpus import status_of, strict
+from megatron_lite.cli.corpus import add_reading_flags, status_of, strict
 from megatron_lite.config.exit_codes import DONE, WAITING
+from megatron_lite.text.shares import parse_part
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,17 +37,15 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--json", metavar="FILE", type=Path, help="write the report's numbers here too")
     text = "directory for the documents that were dropped, each with its reason and step"
     data.add_argument("--keep-dropped", metavar="DIR", type=Path, help=text)
-    text = "text in a shard, as 128MB or 1GB (default: 128MB)"
+    text = "text in a shard, as 128MB or 1GB, with its unit (default: 128MB)"
     data.add_argument("--shard-size", type=size, default="128MB", metavar="SIZE", help=text)
-    data.add_argument("--encoding", default="utf-8", help="of JSON lines and plain text (default: utf-8)")
-    text = "what stands between the documents of a plain-text file (default: a file is a document)"
-    data.add_argument("--separator", metavar="TEXT", help=text)
+    add_reading_flags(data)
     text = "leave bad records out and count them by reason (default: stop at the first)"
     data.add_argument("--skip-bad", action="store_true", help=text)
     run = p.add_argument_group("running")
     run.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
     text = "do the I-th of N parts of the input, from 0; all parts are started with the same options (default: 0/1)"
-    run.add_argument("--part", type=part, default="0/1", metavar="I/N", help=text)
+    run.add_argument("--part", default="0/1", metavar="I/N", help=text)
     text = "seconds to wait for other parts, before ending to be started again (default: 0)"
     run.add_argument("--wait", type=float, default=0.0, metavar="S", help=text)
     text = "directory that the parts share until all is done (default: DIR.work)"
@@ -54,31 +54,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def size(text: str) -> int:
-    """``128MB`` as a number of bytes."""
-    units = {"GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1, "": 1}
-    number, unit = next((text[: len(text) - len(u)], u) for u in units if text.upper().endswith(u))
-    if not number.isascii() or not number.isdecimal() or int(number) * units[unit] < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a size such as 128MB")
-    return int(number) * units[unit]
-
-
-def part(text: str) -> tuple[int, int]:
-    """``0/8`` as (0, 8)."""
-    numbers = text.split("/")
-    if len(numbers) != 2 or not all(n.isascii() and n.isdecimal() for n in numbers):
-        raise argparse.ArgumentTypeError(f"{text}: expected a part such as 0/8")
-    number, of = map(int, numbers)
-    if number >= of:
-        raise argparse.ArgumentTypeError(
-            f"{text}: parts go from 0/{of} to {of - 1}/{of}" if of else f"{text}: give at least 1 part"
-        )
-    return number, of
+    """``128MB`` as a number of bytes. A unit is asked for: ``--shard-size 128`` would be a file for each document."""
+    found = re.fullmatch("([0-9]*[1-9][0-9]*)([KMG]?B)", text.upper())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text}: expected a size and its unit, such as 128MB")
+    return int(found[1]) * {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}[found[2]]
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The flags; exits with 2 and the nearest known name at one that does not exist."""
     p = parser()
     args = strict(p, argv)
+    try:
+        args.part = parse_part(args.part)
+    except ValueError as error:
+        p.error(str(error))
     if args.workers < 1:
         p.error(f"--workers {args.workers}: give at least 1")
     if args.wait < 0:
@@ -92,8 +82,6 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     for directory in filter(os.path.isdir, args.input):
         if Path(directory).absolute() in (output, *output.parents):
             p.error(f"--output {args.output}: is inside --input {directory}, whose files are read when the run goes on")
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        p.error(f"--json {args.json}: there is no directory {args.json.parent}")
     if args.part[1] > 1 and "-" in args.input:
         p.error("--input -: standard input cannot be read in parts")
     return args
@@ -119,10 +107,12 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
     from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs
 
     started = time.monotonic()
+    if args.json is not None:
+        args.json.absolute().parent.mkdir(parents=True, exist_ok=True)
     pipeline = load_pipeline(args.config)
     tell_slow_steps([step.name for step in pipeline.steps])
     inputs = expand_inputs(args.input)
-    reading = InputOptions((pipeline.keys.text_key,), args.encoding, args.separator, whole=True, block_bytes=1 << 22)
+    reading = InputOptions((pipeline.keys.text_key,), args.encoding, args.document_separator, whole=True, block_bytes=1 << 22)
     check_options(reading, inputs)
     options = RunOptions(
         part=args.part[0],

@@ -14,13 +14,13 @@ import pytest
 import torch
 from cleaning_fixture import BENCHMARK, Labels, labelled, measured
 
-from megatron_lite.clean.config import Keys
 from megatron_lite.clean.decontaminate import Decontaminate, DecontaminateOptions
 from megatron_lite.clean.drift import Drift, DriftOptions, Sample, compare, features, limit, sample_of
 from megatron_lite.clean.language import CODES, Language, LanguageOptions, sample
 from megatron_lite.clean.perplexity import Perplexity, PerplexityOptions
 from megatron_lite.clean.step import Document
 from megatron_lite.cli.main import main
+from megatron_lite.text.inputs import InputOptions
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +305,7 @@ def test_samples_do_not_depend_on_order_or_grouping(tmp_path: Path) -> None:
     for text in texts:
         whole.add(text)
     rows = whole.take()
-    assert len(rows) == 50 and rows == sample_of([str(tmp_path / "a.jsonl")], 50, Keys())
+    assert len(rows) == 50 and rows == sample_of(str(tmp_path / "a.jsonl"), 50, InputOptions())
     options = DriftOptions(str(tmp_path / "a.jsonl"), sample=50)
     shuffled = random.Random(2).sample(texts, len(texts))
     steps = [Drift(options), Drift(options)]  # two workers, blocks of 7
@@ -356,7 +356,19 @@ def test_drift_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert main("data drift p.drift.json other.jsonl --sample 500".split()) == 1
     assert "drift: length moved, D 0." in capsys.readouterr().out
     assert main("data drift p.drift.json other.jsonl --sample 9999".split()) == 2  # a profile of fewer documents
+    assert main("data drift p.drift.json other.jsonl --sample 500 --tokenizer-type NullTokenizer --vocab-size 9".split()) == 2  # other tokens
     assert main("data drift old.jsonl".split()) == 2
+    Path("none.jsonl").write_text("")
+    assert main("data drift none.jsonl --save-profile none.drift.json".split()) == 2 and not Path("none.drift.json").exists()
+    Path("gb").mkdir()  # the same corpora, in an encoding and with a separator of their own
+    for name in ("old.jsonl", "same.jsonl"):
+        texts = [json.loads(line)["text"].replace("w", "中") for line in Path(name).read_text().splitlines()]
+        Path("gb", name).with_suffix(".txt").write_text("\n--\n".join(texts), encoding="gb18030")
+    read = ["--encoding", "gb18030", "--document-separator", r"\n--\n"]
+    assert main(["data", "drift", "gb/old.txt", "gb/same.txt", "--threshold", "0.13", *read, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["documents"] == [600, 600]
+    assert main("data drift gb/old.txt gb/same.txt".split()) == 2
+    assert main("data drift old.jsonl same.jsonl --encoding klingon".split()) == 2
     Path("p.drift.json").write_text("{}")
     assert main("data drift p.drift.json other.jsonl".split()) == 2
     Path("bad.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')

@@ -31,10 +31,11 @@ import numpy as np
 from megatron_lite.clean.config import Keys
 from megatron_lite.clean.documents import read_block
 from megatron_lite.clean.step import Document, Facts, LocalStep
-from megatron_lite.text.inputs import InputOptions, expand_inputs, open_input
+from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs, open_input
 
 FEATURES = ("length", "compression ratio", "token entropy")
 PROFILE = ".drift.json"
+BYTES = "bytes"  # the tokens when no tokenizer is given
 _KEY = b"megatron-lite drift sample"
 Row = tuple[int, float, float, float]  # hash, and the features
 Tokens = Callable[[str], Sequence[int]]
@@ -141,41 +142,47 @@ def compare(reference: Sequence[Row], new: Sequence[Row]) -> list[Moved]:
     return sorted(found, key=lambda moved: -moved.d)
 
 
-def sample_of(paths: Sequence[str], size: int, keys: Keys, tokens: Tokens | None = None) -> list[Row]:
-    """The sample of a corpus, or of a profile if that is the only path.
+def sample_of(path: str, size: int, reading: InputOptions, tokens: Tokens | None = None, named: str = BYTES) -> list[Row]:
+    """The sample of a corpus (a file, pattern or directory), or of a profile; ``named`` says what ``tokens`` are.
 
     Raises:
         ValueError: a file that cannot be read, a bad record, a profile of other samples.
     """
-    if len(paths) == 1 and paths[0].endswith(PROFILE):
-        return load_profile(paths[0], size)
-    sample = Sample(size, tokens)
-    for number, path in enumerate(expand_inputs(paths, "drift")):
-        for block in open_input(path, InputOptions(keys=(keys.text_key,))):
-            for document in read_block(number, block, 0, keys, skip_bad=False).documents:
+    if path.endswith(PROFILE):
+        return load_profile(path, size, named)
+    sample, files = Sample(size, tokens), expand_inputs([path], "drift")
+    check_options(reading, files)
+    for number, file in enumerate(files):
+        for block in open_input(file, reading):
+            for document in read_block(number, block, 0, Keys(*reading.keys), skip_bad=False).documents:
                 sample.add(document.text)
     return sample.take()
 
 
-def save_profile(path: str, rows: Sequence[Row], size: int) -> None:
-    """Write a sample: JSON with its numbers, no text."""
-    Path(path).write_text(json.dumps({"features": FEATURES, "size": size, "rows": rows}) + "\n", encoding="utf-8")
+def save_profile(path: str, rows: Sequence[Row], size: int, named: str) -> None:
+    """Write a sample: JSON with its numbers, no text. Raises ValueError: it is empty."""
+    if not rows:
+        raise ValueError("no document to make a profile of")
+    Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps({"features": FEATURES, "tokens": named, "size": size, "rows": rows}) + "\n", encoding="utf-8")
 
 
-def load_profile(path: str, size: int) -> list[Row]:
+def load_profile(path: str, size: int, named: str) -> list[Row]:
     """Read one; its ``size`` smallest hashes.
 
     Raises:
-        ValueError: it is none, or of a smaller sample.
+        ValueError: it is none, or of a smaller sample, or of other tokens.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         rows = [(int(key), float(a), float(b), float(c)) for key, a, b, c in data["rows"]]
-        same, has = data["features"] == list(FEATURES), int(data["size"])
+        same, has, tokens = data["features"] == list(FEATURES), int(data["size"]), str(data["tokens"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no profile of a corpus ({error}): make one with data drift --save-profile") from None
     if not same or has < size:
         raise ValueError(f"{path} is a profile of {has} documents with {', '.join(data['features'])}: asked for is a sample of {size}")
+    if tokens != named:
+        raise ValueError(f"{path} is a profile of the entropy of {tokens}: asked for is that of {named}")
     return smallest(rows, size)
 
 
@@ -208,7 +215,7 @@ class Drift(LocalStep):
         """D of each feature, and a warning for those above the threshold."""
         facts = Facts()
         new = smallest([tuple(row) for row in notes or []], options.sample)  # type: ignore[misc]
-        reference = sample_of([options.reference], options.sample, Keys(options.text_key))
+        reference = sample_of(options.reference, options.sample, InputOptions((options.text_key,)))
         facts.numbers = {"documents compared, reference": len(reference), "documents compared, new": len(new)}
         if not new or not reference:
             facts.warnings.append("drift: one of the corpora is empty, nothing was compared")

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
+from functools import partial
 
-from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR
+from megatron_lite.cli.corpus import add_reading_flags, status_of, strict
+from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags, tokenizer_options
+from megatron_lite.config.exit_codes import DONE, ERROR
 
 
 def parser() -> argparse.ArgumentParser:
@@ -18,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
         "megatron-lite data drift",
         description="Compare the documents of two corpora by length, compression ratio and token entropy "
         "(Kolmogorov-Smirnov statistic D).",
+        allow_abbrev=False,
     )
     what = "a file, pattern or directory of a corpus, or a profile that --save-profile wrote (.drift.json)"
     p.add_argument("reference", help=what)
@@ -25,8 +30,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--threshold", type=float, default=0.1, metavar="D", help="largest D that is no drift (default: 0.1)")
     p.add_argument("--sample", type=int, default=5000, metavar="N", help="documents of each corpus (default: 5000)")
     p.add_argument("--text-key", default="text", help="field that holds the text (default: text)")
-    p.add_argument("--tokenizer-type", metavar="TYPE", help="entropy of these tokens (default: of bytes)")
-    p.add_argument("--tokenizer-model", metavar="FILE", help="of the tokenizer")
+    add_reading_flags(p.add_argument_group("reading of corpora"))
+    add_tokenizer_flags(p.add_argument_group("tokenizer, whose tokens' entropy is compared (default: that of bytes)"), None)
     p.add_argument("--save-profile", metavar="FILE", help="write the reference's numbers here; the name ends with .drift.json")
     p.add_argument("--json", action="store_true", help="print the numbers as JSON")
     return p
@@ -34,10 +39,13 @@ def parser() -> argparse.ArgumentParser:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    p = parser()
-    args = p.parse_args(argv)
-    from megatron_lite.clean.config import Keys
+    args = strict(parser(), argv)
+    return status_of(partial(_run, args), "no profile was written" if args.save_profile else "nothing was compared")
+
+
+def _run(args: argparse.Namespace) -> tuple[int, str]:
     from megatron_lite.clean.drift import (
+        BYTES,
         PROFILE,
         Drift,
         DriftOptions,
@@ -47,6 +55,7 @@ def run(argv: Sequence[str]) -> int:
         save_profile,
         sentence,
     )
+    from megatron_lite.text.inputs import InputOptions
 
     problems = Drift.problems(DriftOptions(args.reference, args.text_key, args.threshold, args.sample))
     if args.new is None and args.save_profile is None:
@@ -54,30 +63,25 @@ def run(argv: Sequence[str]) -> int:
     if args.save_profile is not None and not args.save_profile.endswith(PROFILE):
         problems.append(f"--save-profile {args.save_profile}: the name ends with {PROFILE}")
     if problems:
-        p.print_usage()
-        print("\n".join(problems))
-        return CONFIGURATION
-    tokens = None
+        raise ValueError("\n".join(problems))
+    tokens, named = None, BYTES
     if args.tokenizer_type is not None:
         from megatron_lite.text.tokenizer import build_tokenizer
 
-        tokens = build_tokenizer(args.tokenizer_type, model=args.tokenizer_model).encode
-    keys = Keys(text_key=args.text_key)
-    reference = sample_of([args.reference], args.sample, keys, tokens)
+        tokens = build_tokenizer(args.tokenizer_type, **tokenizer_options(args)).encode
+        named = f"{args.tokenizer_type} {os.path.basename(args.tokenizer_model or args.vocab_file or '')}".strip()
+    reading = InputOptions((args.text_key,), args.encoding, args.document_separator)
+    reference = sample_of(args.reference, args.sample, reading, tokens, named)
     if args.save_profile is not None:
-        save_profile(args.save_profile, reference, args.sample)
+        save_profile(args.save_profile, reference, args.sample, named)
     if args.new is None:
-        return DONE
-    new = sample_of([args.new], args.sample, keys, tokens)
+        return DONE, f"{args.save_profile}: {len(reference)} documents of {args.reference}"
+    new = sample_of(args.new, args.sample, reading, tokens, named)
     moved, most = compare(reference, new), limit(args.threshold, len(reference), len(new))
+    status = ERROR if moved[0].d > most else DONE
     if args.json:
         values = {m.feature: {"D": m.d, "median": [m.reference, m.new]} for m in moved}
-        print(json.dumps({"threshold": most, "documents": [len(reference), len(new)], "features": values}))
-    else:
-        print(f"{len(reference)} documents of the reference, {len(new)} new; D above {most:.3g} is drift")
-        for m in moved:
-            print(f"{m.feature:<18} D {m.d:.3f}   median {m.reference:.4g} -> {m.new:.4g}")
-        for m in moved:
-            if m.d > most:
-                print(sentence(m, most))
-    return ERROR if moved[0].d > most else DONE
+        return status, json.dumps({"threshold": most, "documents": [len(reference), len(new)], "features": values})
+    lines = [f"{len(reference)} documents of the reference, {len(new)} new; D above {most:.3g} is drift"]
+    lines += [f"{m.feature:<18} D {m.d:.3f}   median {m.reference:.4g} -> {m.new:.4g}" for m in moved]
+    return status, "\n".join([*lines, *(sentence(m, most) for m in moved if m.d > most)])

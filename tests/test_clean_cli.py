@@ -177,7 +177,7 @@ def test_it_cleans_and_reports(good: list[str], tmp_path: Path, capsys: pytest.C
     assert "complete already" in capsys.readouterr().out
 
 
-def test_keys_of_records_are_used(good: list[str], tmp_path: Path) -> None:
+def test_keys_of_records_are_used(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write(tmp_path / "k.yaml", "text_key: body\nsource_key: kind\nlanguage_key: lang\nsteps: [normalise]\n")
     data = write(
         tmp_path / "k.jsonl",
@@ -187,6 +187,10 @@ def test_keys_of_records_are_used(good: list[str], tmp_path: Path) -> None:
     assert lines_of(tmp_path / "o")[0] == {"body": " a", "kind": "x", "lang": "zh-CN", "text": 3}
     sources = json.loads((tmp_path / "r.json").read_text())["sources"]
     assert {source: flow["documents_in"] for source, flow in sources.items()} == {"x": 1, "(no source)": 2}
+    write(tmp_path / "k.yaml", "text_key: body\nsource_key: kinds\nsteps: [normalise]\n")
+    capsys.readouterr()
+    assert run(["--config", config, "--input", data, "--output", str(tmp_path / "p")]) == DONE
+    assert "warning: no record has the text field 'kinds' (source_key)" in capsys.readouterr().err
 
 
 def test_parts_wait_and_are_started_again(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +201,17 @@ def test_parts_wait_and_are_started_again(good: list[str], tmp_path: Path, capsy
     alone = [flag if flag != str(tmp_path / "out") else str(tmp_path / "alone") for flag in good]
     assert run(alone) == DONE
     assert files_of(tmp_path / "alone") == files_of(tmp_path / "out")
+
+
+def test_more_parts_than_documents_finish(good: list[str], tmp_path: Path) -> None:
+    for name, text in (("few", '{"text": "a"}\n{"text": "b"}\n'), ("none", "")):
+        config, data = write(tmp_path / "d.yaml", "steps: [exact, quality]\n"), write(tmp_path / f"{name}.jsonl", text)
+        flags = ["--config", config, "--input", data, "--output"]
+        assert run([*flags, str(tmp_path / f"{name}-alone")]) == DONE
+        for _ in range(3):
+            codes = [run([*flags, str(tmp_path / name), "--part", f"{number}/5"]) for number in range(5)]
+        assert set(codes) == {DONE}
+        assert files_of(tmp_path / name) == files_of(tmp_path / f"{name}-alone")
 
 
 def test_bad_input_is_told_with_file_and_line(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from megatron_lite.clean.config import Keys
-from megatron_lite.clean.step import LINE_BITS, Document
+from megatron_lite.clean.step import LINE_BITS, NO_SOURCE, Document
 from megatron_lite.text.inputs import Block, Lines
 from megatron_lite.text.records import BadInput, BadRecord, excerpt, numbered_lines, parse_line
 
@@ -56,7 +56,7 @@ def read_block(file: int, block: Block, base: int, keys: Keys, skip_bad: bool) -
         text = record[keys.text_key]
         source = record.get(keys.source_key) if keys.source_key else block.file
         if not isinstance(source, str):
-            source = "(no source)"
+            source = NO_SOURCE
         found.read[source] += 1
         if not text or text.isspace():
             found.empty += 1

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_lite.clean.config import Pipeline, StepConfig
 from megatron_lite.clean.counts import Flow, Sample, StageCounts, StepCounts
-from megatron_lite.clean.step import Facts, place_of
+from megatron_lite.clean.step import NO_SOURCE, Facts, place_of
 from megatron_lite.config.values import plain
 
 
@@ -36,7 +36,9 @@ def report_data(pipeline: Pipeline, inputs: Sequence[str], counts: StageCounts) 
         for source in sorted(counts.read)
     }
     total = {name: sum(flow[name] for flow in sources.values()) for name in _FLOW}
-    nothing = [] if total["documents_out"] else ["no document is left"]
+    found = [] if total["documents_out"] else ["no document is left"]
+    if set(counts.read) == {NO_SOURCE}:
+        found.append(f"no record has the text field {pipeline.keys.source_key!r} (source_key): sources are not told apart")
     return {
         "format": "megatron-lite cleaning report",
         "version": 1,
@@ -48,7 +50,7 @@ def report_data(pipeline: Pipeline, inputs: Sequence[str], counts: StageCounts) 
         "lengths_in": _lengths(first.lengths_in),
         "lengths_out": _lengths(counts.lengths),
         "steps": steps,
-        "warnings": nothing + [f"step {step['step']}: {warning}" for step in steps for warning in step["warnings"]],
+        "warnings": found + [f"step {step['step']}: {warning}" for step in steps for warning in step["warnings"]],
     }
 
 

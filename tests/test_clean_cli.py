@@ -203,6 +203,18 @@ def test_parts_wait_and_are_started_again(good: list[str], tmp_path: Path, capsy
     assert files_of(tmp_path / "alone") == files_of(tmp_path / "out")
 
 
+def test_the_page_shows_hostile_text_as_text(tmp_path: Path) -> None:
+    from selectolax.lexbor import LexborHTMLParser
+
+    text, source = "</pre><script>alert(1)</script> & lorem ipsum", "<img src=x onerror=alert(2)></table>"
+    config = write(tmp_path / "h.yaml", "source_key: site\nsteps: [quality]\n")
+    data = write(tmp_path / "<b>.jsonl", json.dumps({"text": text, "site": source}) + "\n")
+    assert run(["--config", config, "--input", data, "--output", str(tmp_path / "h")]) == DONE
+    page = LexborHTMLParser((tmp_path / "h.html").read_text(encoding="utf-8"))
+    assert not page.css("script, img") and page.css("b")[0].text() == "lorem ipsum"
+    assert page.css("pre")[0].text() == text and source in [cell.text() for cell in page.css("td")]
+
+
 def test_more_parts_than_documents_finish(good: list[str], tmp_path: Path) -> None:
     for name, text in (("few", '{"text": "a"}\n{"text": "b"}\n'), ("none", "")):
         config, data = write(tmp_path / "d.yaml", "steps: [exact, quality]\n"), write(tmp_path / f"{name}.jsonl", text)

@@ -161,6 +161,7 @@ def test_benchmarks_that_cannot_be_read(tmp_path: Path) -> None:
         (b'{"question": 3}\n', "b.jsonl:1: expected text"),
         (b'{"question": "\xff"}\n', "b.jsonl:1: not UTF-8"),
         (b"\n", "no text in it"),
+        ('{"question": "one two"}\n{"question": "天地玄黄"}\n'.encode(), "no text in it that has 8 words, or 12 characters"),
     ):
         path = tmp_path / "b.jsonl"
         path.write_bytes(content)
@@ -356,7 +357,8 @@ def test_drift_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert main("data drift p.drift.json other.jsonl --sample 500".split()) == 1
     assert "drift: length moved, D 0." in capsys.readouterr().out
     assert main("data drift p.drift.json other.jsonl --sample 9999".split()) == 2  # a profile of fewer documents
-    assert main("data drift p.drift.json other.jsonl --sample 500 --tokenizer-type NullTokenizer --vocab-size 9".split()) == 2  # other tokens
+    other_tokens = "--tokenizer-type NullTokenizer --vocab-size 9"
+    assert main(f"data drift p.drift.json other.jsonl --sample 500 {other_tokens}".split()) == 2
     assert main("data drift old.jsonl".split()) == 2
     Path("none.jsonl").write_text("")
     assert main("data drift none.jsonl --save-profile none.drift.json".split()) == 2 and not Path("none.drift.json").exists()

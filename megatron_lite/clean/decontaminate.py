@@ -134,8 +134,10 @@ class Decontaminate(LocalStep):
         for path in options.benchmarks:
             if os.path.isfile(path):
                 try:
-                    if not sum(1 for _ in read_benchmark(path, options.keys)):
-                        found.append(f"{path}: no text in it")
+                    texts = list(read_benchmark(path, options.keys))
+                    if not any(_length(_UNIT.findall(text), options) for text in texts):
+                        least = f"{options.min_words} words, or {options.min_characters} characters of Chinese or Japanese"
+                        found.append(f"{path}: no text in it" + (f" that has {least}: there is nothing to look for" if texts else ""))
                 except ValueError as error:
                     found.append(str(error))
         return found
@@ -198,6 +200,14 @@ def _hashes(units: np.ndarray, length: int) -> np.ndarray:
     return total ^ (total >> np.uint64(29))
 
 
+def _length(units: Sequence[str], options: DecontaminateOptions) -> int:
+    """The length of the n-grams of a benchmark's text; 0: it is too short to be looked for."""
+    of_characters = 2 * sum(re.match(f"[{_CJK}]", unit) is not None for unit in units) > len(units)
+    least, most = (options.min_characters, options.characters) if of_characters else (options.min_words, options.words)
+    length = min(most, len(units))
+    return length if length >= least else 0
+
+
 class _Grams:
     """N-grams of a benchmark by their length."""
 
@@ -206,13 +216,7 @@ class _Grams:
 
     def add(self, text: str, options: DecontaminateOptions) -> None:
         """Take the n-grams of a text; one that is too short has none."""
-        units = _UNIT.findall(text)
-        of_characters = 2 * sum(re.match(f"[{_CJK}]", unit) is not None for unit in units) > len(units)
-        least, most = (
-            (options.min_characters, options.characters) if of_characters else (options.min_words, options.words)
-        )
-        length = min(most, len(units))
-        if length >= least:
+        if length := _length(_UNIT.findall(text), options):
             self.by_length.setdefault(length, set()).update(_hashes(_unit_hashes(text), length).tolist())
 
 

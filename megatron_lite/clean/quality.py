@@ -39,7 +39,8 @@ class QualityOptions:
     in Chinese and Japanese, else as whole words; small and large letters are the same."""
     cut_lines: bool = False
     """Before the other rules, cut lines as C4 does: those without an end mark, with fewer than 5 words (8 characters by
-    character), or that speak of JavaScript; and drop what has fewer than 3 sentences left. Loses verse, lists and titles."""
+    character), or that speak of JavaScript, cookies or terms of use; and drop what has fewer than 3 sentences left. Loses
+    verse, lists and titles."""
     min_characters: int = 1
     """Characters of any language, spaces apart."""
     max_characters: int = 0

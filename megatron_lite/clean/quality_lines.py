@@ -6,6 +6,7 @@ from megatron_lite.clean.languages import Language
 
 MIN_WORDS = 5  # of C4; and so many characters in a language by character:
 MIN_CHARACTERS = 8  # 1.6 for each word, see languages.py
+_NOTICES = ("javascript", "terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 
 
 def javascript_lines(text: str) -> int:
@@ -30,7 +31,8 @@ def cut_lines(text: str, language: Language) -> tuple[str, int, int]:
             continue
         long_enough = len(stripped) >= MIN_CHARACTERS if language.by_character else len(stripped.split()) >= MIN_WORDS
         ends = stripped[-1] in language.end_marks and not stripped.endswith(("...", "…"))
-        if long_enough and ends and "javascript" not in stripped.lower():
+        lower = stripped.lower()
+        if long_enough and ends and not any(notice in lower for notice in _NOTICES):
             kept.append(line)
             sentences += max(1, _ends(stripped, language))
         else:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import traceback
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from clean_pipelines import SMALL_BLOCKS, Once, files_of, killed_at, lines_of, one_run, pipeline, plain_loop, records, silent, write_corpus  # isort: skip
 from selectolax.lexbor import LexborHTMLParser
 
-from megatron_lite.clean import pipeline_input
+from megatron_lite.clean import pipeline_input, pipeline_output
 from megatron_lite.clean.config import Pipeline, StepConfig
 from megatron_lite.clean.pipeline import Run, RunOptions
 from megatron_lite.clean.pipeline_input import shares
-from megatron_lite.clean.pipeline_stage import StepFailed
+from megatron_lite.clean.pipeline_stage import DROPS, StepFailed, between
 from megatron_lite.clean.pipeline_work import PartsMissing, PlanDiffers
-from megatron_lite.clean.shards import ShardReader
+from megatron_lite.clean.shards import ShardReader, write_list
 from megatron_lite.clean.step import CorpusOptions, LocalStep
 from megatron_lite.text.inputs import InputOptions
 from megatron_lite.text.records import BadInput
@@ -371,6 +373,33 @@ def test_progress_is_told(tmp_path: Path, corpus: list[Path], monkeypatch: pytes
     said = [line for line in said if "waiting" not in line]
     rows = [re.fullmatch(r"stage (\d) of 3: (\d+) of (\d+) MB, [\d.]+ MB/s(, about \d+ s left)?", line) for line in said]
     assert len(rows) > 20 and all(rows) and {row[1] for row in rows if row} == set("123")
+
+
+def test_an_output_that_another_part_has_named_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this part is told when the draft vanishes under its hands."""
+    paths = write_corpus(tmp_path, 20)
+    run = Run(pipeline(), paths, tmp_path / "out", RunOptions(), silent)
+
+    def finished_by_another(draft: Path, plan: str, temporary: Path) -> None:
+        write_list(draft, plan, temporary)
+        draft.rename(tmp_path / "out")
+        raise error(17, "File exists")
+
+    monkeypatch.setattr(pipeline_output, "write_list", finished_by_another)
+    for error in (FileNotFoundError, FileExistsError):  # noqa: B007
+        assert run.run() is not None
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out", "out.html"]
+        for path in (tmp_path / "out", tmp_path / "out.html"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def test_what_parts_drop_is_found_without_reading_all_of_it() -> None:
+    """A block's drops by its documents' numbers, wherever they lie; and each once, sorted, out of many buckets."""
+    drops = np.array([(n, u) for n in (2, 3, 5, 5, 9) for u in range(n % 3 + 1)], DROPS)
+    for first in range(11):
+        for last in range(first, 11):
+            wanted = [d for d in drops.tolist() if first <= d[0] <= last]
+            assert between(drops, first, last).tolist() == wanted
 
 
 def test_parts_that_run_at_once_finish_together(tmp_path: Path, corpus: list[Path], whole: Path) -> None:

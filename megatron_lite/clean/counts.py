@@ -127,13 +127,6 @@ class StepCounts:
         self.samples = heapq.nsmallest(SAMPLES, self.samples)
         return kept, dropped
 
-    def take_back(self, documents: Sequence[Document]) -> None:
-        """Undo that documents were counted as kept, before they change."""
-        for document in documents:
-            flow = self.flows[document.source]
-            flow.documents_out -= 1
-            flow.characters_out -= len(document.text)
-
     def add(self, other: StepCounts, step: StepConfig) -> None:
         """Add another's numbers; the step merges its notes."""
         for source, flow in other.flows.items():

@@ -12,7 +12,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from io import BytesIO
 from typing import Any
 
 import orjson
@@ -20,7 +19,7 @@ import orjson
 from megatron_lite.clean.config import Keys
 from megatron_lite.clean.step import LINE_BITS, NO_SOURCE, Document
 from megatron_lite.text.inputs import Block, Lines
-from megatron_lite.text.records import BadInput, BadRecord, excerpt, numbered_lines, parse_line
+from megatron_lite.text.records import BadInput, BadRecord, numbered_lines, parse_line, refusal
 
 
 @dataclass
@@ -50,7 +49,7 @@ def read_block(file: int, block: Block, base: int, keys: Keys, skip_bad: bool) -
     for number, line, record in _records(block, keys):
         if isinstance(record, BadRecord):
             if not skip_bad:
-                raise BadInput(f"{block.file}:{number}: {record}: {excerpt(line)}")
+                raise BadInput(f"{block.file}:{number}: {refusal(record, line)}")
             found.bad[record.reason] += 1
             continue
         text = record[keys.text_key]
@@ -138,15 +137,15 @@ def _language(record: dict[str, Any], keys: Keys) -> str | None:
 
 def _dump(value: Any) -> bytes:
     try:
-        return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
+        return orjson.dumps(value)
     except TypeError:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
 
 def output_line(document: Document, keys: Keys) -> bytes:
-    """The line that a document came from, or its record anew when it has changed."""
+    """The line (without its newline, as everywhere here) that a document came from, or its record anew when it has changed."""
     changed = _changes(document, keys)
-    return document.line + b"\n" if document.line and not changed else _dump({**document.record, **changed})
+    return document.line if document.line and not changed else _dump({**document.record, **changed})
 
 
 def _changes(document: Document, keys: Keys) -> dict[str, Any]:
@@ -157,12 +156,6 @@ def _changes(document: Document, keys: Keys) -> dict[str, Any]:
     if keys.language_key and document.language != _language(document.record, keys):
         changed[keys.language_key] = document.language
     return changed
-
-
-def read_output(line: bytes, keys: Keys, number: int, source: str, language: str | None) -> Document:
-    """The document of an output line; what the line does not hold is given."""
-    record = _loads(line)
-    return Document(record[keys.text_key], number, source, record, language, line=line.rstrip(b"\n"))
 
 
 def dropped_line(document: Document, keys: Keys, step: str) -> bytes:
@@ -178,9 +171,11 @@ def spool_line(document: Document, keys: Keys) -> bytes:
 def read_spool(data: bytes, keys: Keys) -> list[Document]:
     """The documents of whole spool lines."""
     documents = []
-    for line in BytesIO(data):
-        head, _, output = line.partition(b"\t")
-        documents.append(read_output(output, keys, *orjson.loads(head)))
+    for spooled in data.removesuffix(b"\n").split(b"\n"):
+        head, _, line = spooled.partition(b"\t")
+        number, source, language = orjson.loads(head)
+        record = _loads(line)
+        documents.append(Document(record[keys.text_key], number, source, record, language, line=line))
     return documents
 
 

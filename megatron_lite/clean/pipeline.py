@@ -11,20 +11,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_lite import __version__
 from megatron_lite.clean.config import SAVED_BY, Pipeline, StepConfig
 from megatron_lite.clean.counts import StageCounts
 from megatron_lite.clean.pipeline_input import Progress, input_blocks, shares, spool_blocks
-from megatron_lite.clean.pipeline_keys import Decider, KeyFiles, decide_bucket, decide_now, gather_drops
+from megatron_lite.clean.pipeline_keys import Decider, KeyFiles, decide_bucket, gather_drops
 from megatron_lite.clean.pipeline_output import Output, dropped_spool, merge_dropped
-from megatron_lite.clean.pipeline_stage import Block, Done, Stage, StepFailed, Worker, cut
+from megatron_lite.clean.pipeline_stage import Block, Done, Question, Stage, StepFailed, Worker, cut
 from megatron_lite.clean.pipeline_work import WorkDirectory, digest, file_state
 from megatron_lite.clean.report import as_json, report_data
 from megatron_lite.clean.report_html import as_html
@@ -39,7 +41,7 @@ from megatron_lite.clean.shards import (
 from megatron_lite.clean.step import CorpusStep, bucket_path
 from megatron_lite.config.values import plain
 from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions
-from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
+from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed, without_workers
 from megatron_lite.text.records import BadInput
 
 
@@ -132,8 +134,7 @@ class Run:
         known_as = digest(plan)
         self._check_outputs(known_as)
         if self.documents.is_complete(known_as):
-            for output in self.outputs():
-                output.clear()
+            self._clear()
             return None
         try:
             with self.work.joined(plan), ExitStack() as stack:
@@ -172,36 +173,35 @@ class Run:
             kind: Any = self.pipeline.steps[stage.applied].kind
             decided = self.work.decided(stage.number - 1, kind.buckets)
             gather_drops(decided, before.first, before.last, self.work.drops(stage.number))
-        keyed = None if stage.keyed is None else self.pipeline.steps[stage.keyed]
+        deciders = {n: Decider(self.pipeline.steps[n], self.work.scratch(n)) for n in stage.deciding()}
         (draft / "documents").mkdir()
         with ExitStack() as stack:
-            shard_bytes = options.shard_bytes if stage.last and self.alone else UNCUT
+            shard_bytes = options.shard_bytes if stage.keyed is None and self.alone else UNCUT
             writer = stack.enter_context(ShardWriter(draft / "documents", shard_bytes))
             dropped = stack.enter_context(dropped_spool(draft)) if stage.keep_dropped else None
-            decider = Decider(keyed, self.work.scratch(stage.number)) if keyed is not None and stage.decides else None
             files = None
-            if keyed is not None and decider is None:
-                kind = keyed.kind
+            if stage.keyed is not None:
+                kind = self.pipeline.steps[stage.keyed].kind
                 files = stack.enter_context(KeyFiles(draft / "keys", kind.buckets))
-            for done in self._results(stage):
-                if decider is not None:
-                    decide_now(stage, decider, done)
+            for done in self._results(stage, deciders):
                 if files is not None and done.keys is not None:
                     files.add(done.keys)
-                for line in done.lines:
-                    writer.add(line)
+                writer.add(done.lines)
                 if dropped is not None:
-                    for number, line in sorted(done.dropped):
-                        dropped.add(b"%016x %b" % (number, line))
+                    dropped.add(done.dropped)
                 counts.add(done.counts, self.pipeline.steps)
-            if decider is not None and stage.keyed is not None:
-                (draft / "saved").mkdir()
-                found = {bucket: decider.outcome(bucket, draft / "saved") for bucket in range(decider.step.buckets)}
-                counts.decided[stage.keyed] = found
+            for position, decider in deciders.items():
+                saved = draft / f"saved-{position}"
+                saved.mkdir()
+                counts.decided[position] = {n: decider.outcome(n, saved) for n in range(decider.step.buckets)}
         return counts
 
-    def _results(self, stage: Stage) -> Iterator[Done]:
+    def _results(self, stage: Stage, deciders: Mapping[int, Decider]) -> Iterator[Done]:
         """What workers make of the stage's documents, in order. Raises BadInput, StepFailed."""
+
+        def answer(question: Question) -> np.ndarray:
+            return deciders[question[0]].decide(question[1])
+
         options = self.options
         if stage.number == 0:
             pieces = shares(self.inputs, options.reading, options.part, options.parts)
@@ -214,7 +214,10 @@ class Run:
             total = reader.bytes if reader else 0
         progress = Progress(f"stage {stage.number + 1} of {len(self.stages)}", total, self.say)
         blocks = progress.counted(blocks)
-        results = map(self._worker, blocks) if self._pool is None else self._pool.map(blocks)
+        if self._pool is None:
+            results = without_workers(self._worker, blocks, answer)
+        else:
+            results = self._pool.map(blocks, answer)
         try:
             for done in results:
                 if done.error is not None:
@@ -230,7 +233,7 @@ class Run:
 
     def _decide(self, stage: Stage) -> None:
         """Decide what the keys of all parts drop, as far as others have not."""
-        if stage.keyed is None or stage.decides:
+        if stage.keyed is None:
             return
         config = self.pipeline.steps[stage.keyed]
         kind: Any = config.kind
@@ -243,7 +246,7 @@ class Run:
         for bucket in self.work.share(kind.buckets):
             if not decided[bucket].is_dir():
                 with self.work.finishing(decided[bucket]) as draft:
-                    decide_bucket(config, self.work.scratch(stage.number), bucket, parts, draft)
+                    decide_bucket(config, self.work.scratch(stage.keyed), bucket, parts, draft)
 
     def counts(self, stage: int, part: int) -> StageCounts:
         """The counts of a part of a finished stage."""
@@ -255,6 +258,18 @@ class Run:
     def outputs(self) -> list[Output]:
         """The directories of shards."""
         return [self.documents] if self.dropped is None else [self.documents, self.dropped]
+
+    def _pages(self) -> list[tuple[Path, Path]]:
+        """(name, name of this part's draft) of the report as a page and, where it is asked for, as numbers."""
+        paths = [self.html] if self.options.json is None else [self.html, self.options.json]
+        return [(path, path.with_name(f"{path.name}.{self.options.part}.tmp")) for path in paths]
+
+    def _clear(self) -> None:
+        """Remove what this part left half done when it was killed, where others have brought the run to its end."""
+        for output in self.outputs():
+            output.clear()
+        for _, draft in self._pages():
+            draft.unlink(missing_ok=True)
 
     def _check_outputs(self, known_as: str) -> None:
         """Refuse outputs that are there and another run's."""
@@ -271,11 +286,13 @@ class Run:
         for position, step in self._corpus_steps():
             if not step.options.save or _is_saved_by(step.options.save, known_as):
                 continue
-            (stage,) = (stage for stage in self.stages if stage.keyed == position)
+            (stage,) = (stage for stage in self.stages if position in (*stage.steps, stage.keyed))
             kind: Any = step.kind
+            directories = self.work.decided(stage.number, kind.buckets)
+            if position != stage.keyed:
+                directories = [self.work.part_directory(stage.number) / f"saved-{position}"] * kind.buckets
             with self.work.finishing(Path(step.options.save)) as draft:
-                for bucket, decided in enumerate(self.work.decided(stage.number, kind.buckets)):
-                    directory = self.work.part_directory(stage.number) / "saved" if stage.decides else decided
+                for bucket, directory in enumerate(directories):
                     shutil.copyfile(bucket_path(str(directory), bucket), bucket_path(str(draft), bucket))
                 write_whole(draft / SAVED_BY, known_as.encode())
 
@@ -285,7 +302,7 @@ class Run:
         for stage in self.stages:
             for part in range(self.options.parts):
                 counts.add(self.counts(stage.number, part), self.pipeline.steps)
-            if stage.keyed is not None and not stage.decides:
+            if stage.keyed is not None:
                 kind: Any = self.pipeline.steps[stage.keyed].kind
                 decided = self.work.decided(stage.number, kind.buckets)
                 outcomes = [json.loads((directory / "outcome.json").read_bytes()) for directory in decided]
@@ -300,9 +317,8 @@ class Run:
             self.dropped.write(len(self.stages), known_as)
             self.dropped.publish(known_as)
         self._publish_saved(known_as)
-        for path, data in ((self.html, as_html(report)), (self.options.json, as_json(report))):
-            if path is not None:
-                write_whole(path, data, path.with_name(f"{path.name}.{self.options.part}.tmp"))
+        for (path, draft), data in zip(self._pages(), (as_html(report), as_json(report)), strict=False):
+            write_whole(path, data, draft)
         self.documents.publish(known_as)
         if self.alone:
             shutil.rmtree(self.work.path)

@@ -11,11 +11,10 @@ import heapq
 import json
 import os
 import shutil
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from io import BytesIO
-from itertools import takewhile
 from pathlib import Path
 
 from megatron_lite.clean.pipeline_work import WorkDirectory
@@ -25,6 +24,7 @@ from megatron_lite.clean.shards import (
     UNCUT,
     FrameReader,
     ShardWriter,
+    first_line,
     index_path,
     shard_name,
     write_list,
@@ -93,10 +93,10 @@ class Output:
 
     @contextmanager
     def _unless_complete(self, known_as: str) -> Iterator[None]:
-        """When the draft vanishes, another part has given it its name."""
+        """When the draft vanishes, another part has given it its name (and mkdir says that it was there a moment ago)."""
         try:
             yield
-        except FileNotFoundError:
+        except (FileNotFoundError, FileExistsError):
             if not self.is_complete(known_as):
                 raise
 
@@ -117,34 +117,28 @@ class Output:
             if (self._draft / shard_name(number)).exists():
                 continue
             start, end = number * self.shard_bytes, (number + 1) * self.shard_bytes
-            lines = takewhile(partial(_begins_before, end), _lines_from(readers, start))
-            for at, first in lines:  # if any: one long line may fill a shard and the next
+            pieces = _lines_of_shard(readers, start, end)
+            for at, first in pieces:  # if any: one long line may fill a shard and the next
                 with ShardWriter(self._own, self.shard_bytes, at) as writer:
                     writer.add(first)
-                    for _, line in lines:
-                        writer.add(line)
+                    for _, data in pieces:
+                        writer.add(data)
                 self._put(self._own / shard_name(number))
 
 
-def _begins_before(end: int, found: tuple[int, bytes]) -> bool:
-    return found[0] < end
-
-
-def _lines_from(readers: Sequence[FrameReader], start: int) -> Iterator[tuple[int, bytes]]:
-    """(byte of the corpus at which it begins, line) of the lines of some files that begin at byte ``start`` or later."""
-    at = 0
+def _lines_of_shard(readers: Sequence[FrameReader], start: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of some files, laid end to end, that begin at a byte in [start, end): (byte at which they begin, lines)."""
+    before = 0  # bytes of the files before
     for reader in readers:
-        end = at + reader.bytes
-        if end > start:
-            frames = [number for number, frame in enumerate(reader.frames) if at + frame.start <= start]
-            first = frames[-1] if frames else 0
-            at += reader.frames[first].start
-            for data in reader.read_frames(first):
-                for line in BytesIO(data):
-                    if at >= start:
-                        yield at, line
-                    at += len(line)
-        at = end
+        first = max(0, bisect_right(reader.frames, start - before, key=lambda frame: frame.start) - 1)
+        for frame, data in zip(reader.frames[first:], reader.read_frames(first), strict=True):
+            at = before + frame.start
+            begin, stop = first_line(data, start - at), first_line(data, end - at)
+            if begin < stop:
+                yield at + begin, data[begin:stop]
+            if at + len(data) >= end:
+                return
+        before += reader.bytes
 
 
 def dropped_spool(directory: Path) -> ShardWriter:

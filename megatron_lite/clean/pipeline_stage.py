@@ -1,21 +1,24 @@
 """One stage of a pipeline, as far as it is local: what a worker does with a block of documents.
 
-A pipeline is cut into stages after its corpus steps. A stage begins with what an earlier corpus step decided about its
-documents (when that was not decided while they were read), goes through local steps, and ends with the keys for the next
-corpus step, or with the lines of the output.
+A stage ends after a corpus step that wants the keys of all documents before it decides: it begins with what the earlier one
+decided about its documents, goes through steps, and ends with the keys for the next one, or with the lines of the output.
+A corpus step inside it decides as the documents pass: the worker asks what its keys drop (:data:`Question`), and the process
+that sees the whole corpus answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from megatron_lite.clean.config import Keys, Pipeline, StepConfig
-from megatron_lite.clean.counts import StageCounts
+from megatron_lite.clean.counts import StageCounts, StepCounts
 from megatron_lite.clean.documents import dropped_line, output_line, read_block, read_spool, spool_line, spooled_numbers
 from megatron_lite.clean.pipeline_work import WorkDirectory
 from megatron_lite.clean.step import CorpusStep, Document, LocalStep, place_of
@@ -23,6 +26,7 @@ from megatron_lite.text import inputs
 from megatron_lite.text.records import BadInput
 
 DROPS = np.dtype([("number", np.uint64), ("unit", np.uint32)])  # what to drop, sorted, each once
+Question = tuple[int, np.ndarray]  # position of a corpus step, keys of some documents; the answer: which drop (bool [keys])
 
 
 class StepFailed(RuntimeError):
@@ -37,10 +41,8 @@ class Stage:
         number: of the stage, from 0.
         pipeline: the whole of it; steps are named by their position in it.
         applied: position of the corpus step whose decisions are applied first; None: there is none.
-        local: positions of the local steps.
-        keyed: position of the corpus step whose keys come last; None: this stage is the last.
-        decides: the keys are decided, and the decisions applied, as they come.
-        last: its documents are the output.
+        steps: positions of the steps that follow: local ones, and corpus steps that decide as the documents pass.
+        keyed: position of the corpus step whose keys come last; None: the documents are the output.
         keep_dropped: write dropped documents too.
         skip_bad: leave bad records out and count them.
     """
@@ -48,10 +50,8 @@ class Stage:
     number: int
     pipeline: Pipeline
     applied: int | None
-    local: tuple[int, ...]
+    steps: tuple[int, ...]
     keyed: int | None
-    decides: bool
-    last: bool
     keep_dropped: bool = False
     skip_bad: bool = False
 
@@ -63,6 +63,10 @@ class Stage:
         """A step of the pipeline."""
         return self.pipeline.steps[position]
 
+    def deciding(self) -> list[int]:
+        """Positions of the corpus steps that decide as the documents pass."""
+        return [position for position in self.steps if issubclass(self.step(position).kind, CorpusStep)]
+
     def label(self, position: int) -> str:
         """What the report calls a step."""
         return self.pipeline.labels()[position]
@@ -72,24 +76,14 @@ def cut(pipeline: Pipeline, alone: bool, keep_dropped: bool = False, skip_bad: b
     """The stages of a pipeline; ``alone``: one part does it all, so steps that can decide while reading do."""
     stages: list[Stage] = []
     applied: int | None = None
-    local: list[int] = []
-    ends = len(pipeline.steps)
-
-    def add(keyed: int | None, decides: bool, last: bool) -> None:
-        found = Stage(len(stages), pipeline, applied, tuple(local), keyed, decides, last, keep_dropped, skip_bad)
-        stages.append(found)
-        local.clear()
-
-    for position, step in enumerate(pipeline.steps):
-        kind = step.kind
-        if issubclass(kind, CorpusStep):
-            decides = alone and not kind.needs_barrier
-            add(position, decides, decides and position + 1 == ends)
-            applied = None if decides else position
-        else:
-            local.append(position)
-    if not stages or not stages[-1].last:
-        add(None, False, True)
+    steps: list[int] = []
+    for position, step in [*enumerate(pipeline.steps), (None, None)]:
+        ends = step is None or (issubclass(step.kind, CorpusStep) and not (alone and not step.kind.needs_barrier))
+        if ends:
+            stages.append(Stage(len(stages), pipeline, applied, tuple(steps), position, keep_dropped, skip_bad))
+            applied, steps = position, []
+        elif position is not None:
+            steps.append(position)
     return stages
 
 
@@ -125,42 +119,24 @@ class Done:
 
     Attributes:
         lines: the documents that are left, written for where they go.
-        heads: number, source and language of each, when the stage decides.
-        dropped: (number, line) of dropped documents, when these are kept.
-        keys: of the stage's corpus step.
+        dropped: lines of dropped documents behind their numbers, in order, when these are kept.
+        keys: of the corpus step that ends the stage.
         counts: of this block.
         error: bad input, which ends the run; nothing else counts then.
     """
 
-    lines: list[bytes] = field(default_factory=list)
-    heads: list[tuple[int, str, str | None]] = field(default_factory=list)
-    dropped: list[tuple[int, bytes]] = field(default_factory=list)
+    lines: bytes = b""
+    dropped: bytes = b""
     keys: np.ndarray | None = None
     counts: StageCounts = field(default_factory=StageCounts)
     error: str | None = None
 
-    def take_dropped(self, stage: Stage, position: int, documents: Sequence[Document]) -> None:
-        """Write documents that a step dropped."""
-        if stage.keep_dropped:
-            label = stage.label(position)
-            self.dropped += [(d.number, dropped_line(d, stage.keys, label)) for d in documents]
 
-    def write(self, stage: Stage, documents: Sequence[Document]) -> None:
-        """Write the documents that are left."""
-        if documents:
-            self.counts.first, self.counts.last = documents[0].number, documents[-1].number
-        if stage.last:
-            self.counts.lengths.update(len(d.text).bit_length() for d in documents)
-        self.lines = [line_of(stage, d) for d in documents]
-
-
-def line_of(stage: Stage, document: Document) -> bytes:
-    """A document as the stage writes it."""
-    return output_line(document, stage.keys) if stage.last else spool_line(document, stage.keys)
-
-
-def apply_drops(step: CorpusStep, documents: Sequence[Document], drops: np.ndarray) -> None:
-    """Drop what was decided about some documents, which come in order; ``drops`` [n] of :data:`DROPS` may hold more."""
+def apply_drops(step: CorpusStep, drops: np.ndarray, documents: Sequence[Document]) -> None:
+    """Drop what was decided about documents, which come in order; ``drops`` has fields of :data:`DROPS`, sorted."""
+    if not documents:
+        return
+    drops = between(drops, documents[0].number, documents[-1].number)
     numbers = np.fromiter((d.number for d in documents), dtype=np.uint64, count=len(documents))
     starts = np.searchsorted(drops["number"], numbers, side="left")
     ends = np.searchsorted(drops["number"], numbers, side="right")
@@ -168,6 +144,12 @@ def apply_drops(step: CorpusStep, documents: Sequence[Document], drops: np.ndarr
     for at in np.flatnonzero(ends > starts).tolist():
         units = drops["unit"][starts[at] : ends[at]] if with_unit else np.empty(0, np.uint32)
         step.apply(documents[at], units)
+
+
+def between(drops: np.ndarray, first: int, last: int) -> np.ndarray:
+    """The part about the documents from number ``first`` to ``last``. (NumPy's own search would copy the whole of a column.)"""
+    numbers = drops["number"]
+    return drops[bisect_left(numbers, first) : bisect_right(numbers, last)]
 
 
 class StageWorker:
@@ -180,16 +162,14 @@ class StageWorker:
 
     def __init__(self, stage: Stage, work: WorkDirectory) -> None:
         self._stage = stage
-        self._local: list[tuple[int, LocalStep]] = []
-        for position in stage.local:
-            step = stage.step(position).build()
-            assert isinstance(step, LocalStep)
-            self._local.append((position, step))
-        self._applied = None if stage.applied is None else corpus_step(stage.step(stage.applied))
-        self._keyed = None if stage.keyed is None else corpus_step(stage.step(stage.keyed), work.scratch(stage.number))
+        found = [p for p in (stage.applied, *stage.steps, stage.keyed) if p is not None]
+        self._steps = {position: stage.step(position).build() for position in found}
+        for position, step in self._steps.items():
+            if isinstance(step, CorpusStep):
+                step.scratch = str(work.scratch(position))
         self._drops = np.empty(0, DROPS) if stage.applied is None else read_array(work.drops(stage.number), DROPS)
 
-    def __call__(self, block: Block) -> Done:
+    def __call__(self, block: Block) -> Generator[Question, np.ndarray, Done]:
         """Take one block through the stage. Raises StepFailed."""
         done, stage = Done(), self._stage
         if block.block is None:
@@ -202,46 +182,60 @@ class StageWorker:
                 return done
             documents = records.documents
             done.counts.read, done.counts.empty, done.counts.bad = records.read, records.empty, records.bad
-        if self._applied is not None and stage.applied is not None:
-            applied = self._applied
-            documents = self._pass(
-                block, done, stage.applied, documents, lambda some: apply_drops(applied, some, self._drops)
-            )
-            done.counts.step(stage.applied).done.update(taken(applied.counts))
-        for position, step in self._local:
-            documents = self._pass(block, done, position, documents, step.apply)
-            counts = done.counts.step(position)
-            counts.done.update(taken(step.counts))
-            counts.notes = step.take_notes()
-        if self._keyed is not None and stage.keyed is not None:
-            with _named(stage, stage.keyed, block):
-                done.keys = self._keyed.keys(documents)
-            done.counts.step(stage.keyed).done.update(taken(self._keyed.counts))
-        if stage.decides and stage.keyed is not None:  # most are kept: counted so here, and corrected by who decides
-            counts = done.counts.step(stage.keyed)
-            counts.came(documents)
-            counts.left(documents, "")
-            done.heads = [(d.number, d.source, d.language) for d in documents]
-        done.write(stage, documents)
+        gone: list[tuple[int, bytes]] = []  # number and line of what is dropped
+        for position, step in self._steps.items():
+            apply: Callable[[Sequence[Document]], None]
+            if position == stage.keyed:
+                break
+            if isinstance(step, LocalStep):
+                apply = step.apply
+            else:
+                assert isinstance(step, CorpusStep)
+                drops = self._drops
+                if position != stage.applied:
+                    keys = self._keys(block, position, documents)
+                    drops = keys[(yield position, keys)]
+                apply = partial(apply_drops, step, drops)
+            documents, dropped = self._pass(block, done.counts.step(position), position, documents, apply)
+            if stage.keep_dropped and dropped:
+                label = stage.label(position)
+                gone += [(d.number, dropped_line(d, stage.keys, label)) for d in dropped]
+        if stage.keyed is not None:
+            done.keys = self._keys(block, stage.keyed, documents)
+            done.counts.step(stage.keyed).done.update(taken(self._steps[stage.keyed].counts))
+        else:
+            done.counts.lengths.update(len(d.text).bit_length() for d in documents)
+        if documents:
+            done.counts.first, done.counts.last = documents[0].number, documents[-1].number
+        write = output_line if stage.keyed is None else spool_line
+        done.lines = b"\n".join([*(write(d, stage.keys) for d in documents), b""])
+        done.dropped = b"".join(b"%016x %b\n" % entry for entry in sorted(gone))
         return done
+
+    def _keys(self, block: Block, position: int, documents: Sequence[Document]) -> np.ndarray:
+        step = self._steps[position]
+        assert isinstance(step, CorpusStep)
+        with _named(self._stage, position, block):
+            return step.keys(documents)
 
     def _pass(
         self,
         block: Block,
-        done: Done,
+        counts: StepCounts,
         position: int,
         documents: Sequence[Document],
         apply: Callable[[Sequence[Document]], None],
-    ) -> list[Document]:
-        """Let a step do its work, count, and return what is left."""
-        counts = done.counts.step(position)
+    ) -> tuple[list[Document], list[Document]]:
+        """Let a step do its work, and count; (kept, dropped)."""
+        step = self._steps[position]
         counts.came(documents)
         with _named(self._stage, position, block):
             if documents:
                 apply(documents)
-        kept, dropped = counts.left(documents, self._stage.label(position))
-        done.take_dropped(self._stage, position, dropped)
-        return kept
+        counts.done.update(taken(step.counts))
+        if isinstance(step, LocalStep):
+            counts.notes = step.take_notes()
+        return counts.left(documents, self._stage.label(position))
 
 
 class Worker:
@@ -251,19 +245,11 @@ class Worker:
         self._stages, self._work = list(stages), work
         self._current: tuple[int, StageWorker] | None = None
 
-    def __call__(self, block: Block) -> Done:
+    def __call__(self, block: Block) -> Generator[Question, np.ndarray, Done]:
         """As of :class:`StageWorker`."""
         if self._current is None or self._current[0] != block.stage:
             self._current = block.stage, StageWorker(self._stages[block.stage], self._work)
         return self._current[1](block)
-
-
-def corpus_step(config: StepConfig, scratch: Path | None = None) -> CorpusStep:
-    """Build a step that is known to be a corpus step; ``scratch`` is its directory."""
-    step = config.build()
-    assert isinstance(step, CorpusStep)
-    step.scratch = str(scratch or "")
-    return step
 
 
 def taken(counts: dict[str, int]) -> dict[str, int]:

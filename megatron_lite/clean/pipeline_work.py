@@ -5,6 +5,7 @@ Whatever is finished is a directory under its final name, renamed from a tempora
     plan.json                   options and inputs; the same for everybody who works here
     stage-0/part-0/             documents, keys and counts of a part after a stage
     stage-0/decided/bucket-07/  what the corpus step after the stage decided about a bucket
+    scratch-3/                  what the corpus step at position 3 keeps by itself
 
 Anybody may finish anything that is still missing: the content follows from the plan alone, so two that do the same work
 write the same bytes, and the first to rename wins.
@@ -96,9 +97,9 @@ class WorkDirectory:
         """The directories of all decisions after a stage."""
         return [self.path / f"stage-{stage}" / "decided" / f"bucket-{bucket:02d}" for bucket in range(buckets)]
 
-    def scratch(self, stage: int) -> Path:
-        """A directory for what the corpus step after a stage keeps by itself."""
-        path = self.path / f"stage-{stage}" / "scratch"
+    def scratch(self, position: int) -> Path:
+        """A directory for what the corpus step at a position of the pipeline keeps by itself."""
+        path = self.path / f"scratch-{position}"
         path.mkdir(parents=True, exist_ok=True)
         return path
 

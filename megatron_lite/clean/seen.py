@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Literal
 
 import numpy as np
@@ -67,8 +68,9 @@ class Seen(CorpusStep):
                 some = list(map(str.strip, document.text.split(self._separator)))
                 if self.options.ignore_whitespace or self.options.ignore_case:
                     some = list(map(self._compared, some))
-                units += [unit for unit, text in enumerate(some) if len(text) >= least]
-                texts += [text for text in some if len(text) >= least]
+                compared = [unit for unit, text in enumerate(some) if len(text) >= least]
+                units += compared
+                texts += map(some.__getitem__, compared)
             counts.append(len(units) - before)
         keys = np.zeros(len(units), KEY)
         keys["number"] = np.repeat(np.array([document.number for document in documents], "<u8"), counts)
@@ -92,9 +94,10 @@ class Seen(CorpusStep):
             document.dropped = "seen before"
             return
         self.count(f"{self.options.unit}s seen before", len(units))
-        gone = set(units.tolist())
-        kept = [text for unit, text in enumerate(document.text.split(self._separator)) if unit not in gone]
-        text = self._separator.join(kept)
+        parts = document.text.split(self._separator)
+        stays = np.ones(len(parts), np.uint8)
+        stays[units] = 0
+        text = self._separator.join(compress(parts, stays.tobytes()))
         if text.strip():
             document.text = text
         else:

@@ -80,14 +80,14 @@ class FrameFile:
         self._begins: list[tuple[int, int]] = []  # (line, start) of each frame
         self._offsets = [0]
 
-    def add(self, line: bytes, new_frame: bool) -> None:
-        """Append a line; ``new_frame``: it is the first of a frame."""
+    def add(self, data: bytes, new_frame: bool) -> None:
+        """Append whole lines; ``new_frame``: the first of them is the first of a frame."""
         if new_frame or not self._begins:
             self._end_frame()
             self._begins.append((self.lines, self.bytes))
-        self._buffer.append(line)
-        self.lines += 1
-        self.bytes += len(line)
+        self._buffer.append(data)
+        self.lines += data.count(b"\n")
+        self.bytes += len(data)
 
     def finish(self) -> None:
         """Complete the file; its index first, so that a file that is there has one."""
@@ -152,17 +152,27 @@ class ShardWriter:
                 self._file.close()
         self._compressor.shutdown(cancel_futures=True)
 
-    def add(self, line: bytes) -> None:
-        """Append a line, its newline included."""
-        number, frame = self._at // self._shard_bytes, self._at // FRAME_BYTES
-        if number != self._number:
-            if self._file is not None:
-                self._file.finish()
-            self._file = FrameFile(self._directory / shard_name(number), self._compressor)
-        assert self._file is not None
-        self._file.add(line, frame != self._frame or number != self._number)
-        self._number, self._frame = number, frame
-        self._at += len(line)
+    def add(self, data: bytes) -> None:
+        """Append whole lines, each with its newline."""
+        done = 0
+        while done < len(data):
+            number, frame = self._at // self._shard_bytes, self._at // FRAME_BYTES
+            if number != self._number:
+                if self._file is not None:
+                    self._file.finish()
+                self._file = FrameFile(self._directory / shard_name(number), self._compressor)
+            assert self._file is not None
+            end = min((number + 1) * self._shard_bytes, (frame + 1) * FRAME_BYTES) - self._at
+            stop = first_line(data, done + end)
+            self._file.add(data[done:stop], frame != self._frame or number != self._number)
+            self._number, self._frame = number, frame
+            self._at += stop - done
+            done = stop
+
+
+def first_line(data: bytes, at: int) -> int:
+    """Where the first of some whole lines begins that begins at byte ``at`` or later; ``len(data)``: there is none."""
+    return data.find(b"\n", at - 1) + 1 or len(data) if at > 0 else 0
 
 
 def write_whole(path: Path, data: bytes, draft: Path | None = None) -> None:

@@ -8,7 +8,8 @@ A pipeline is a list of steps from a YAML file. There are two kinds, and nothing
   is local: for each document, the few bytes that the comparison needs. Its second half, :meth:`CorpusStep.decide`, sees
   those keys in the order of the corpus and says what to drop. Keys fall into a fixed number of buckets by their own
   bits, and each bucket is decided by itself, so the result depends neither on workers nor on parts: one part decides
-  while it reads; several parts write their keys to a file for each bucket, decide, and drop in a second pass.
+  while it reads (the workers ask, one process answers, the workers drop); several parts write their keys to a file for
+  each bucket, decide, and drop in a second pass.
 
 The order of a corpus is (number of the input file, line), whatever part reads it. Blocks of documents are cut anywhere:
 what a step counts and notes must not depend on where.
@@ -175,7 +176,7 @@ class CorpusStep(Step):
 
     @abstractmethod
     def keys(self, documents: Sequence[Document]) -> np.ndarray:
-        """Local half: the keys of some documents, in their order. [keys] of ``key_dtype``; runs in workers."""
+        """Local half: the keys of some documents, in their order, each unit once. [keys] of ``key_dtype``; in workers."""
 
     @abstractmethod
     def decide(self, bucket: int, keys: np.ndarray) -> np.ndarray:

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chat_toys import save_tokenizer, tokenizer_with
 
 from megatron_lite.cli.main import main
 from megatron_lite.data.index_format import DatasetMeta, prefix_paths
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.data.parts import divide, merge, part_ranges
 from megatron_lite.text.preprocess import Options, preprocess
-from megatron_lite.text.tokenizer import NullTokenizer
+from megatron_lite.text.tokenizer import NullTokenizer, build_tokenizer, flags_of
 
 
 def write(prefix: Path, documents: list[list[list[int]]], dtype: str | None = None, **facts: object) -> Path:
@@ -252,23 +253,56 @@ def test_verify_finds_every_kind_of_damage(tmp_path: Path, capsys: pytest.Captur
 
 def test_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     null = NullTokenizer(100)
-    prefix = write(tmp_path / "a", [[[i] * (i + 1)] for i in range(8)], tokenizer=null.fingerprint)
+    flags = flags_of(build_tokenizer("NullTokenizer", vocab_size=100))
+    given = [[[i] * (i + 1)] for i in range(8)]
+    prefix = write(tmp_path / "a", given, tokenizer=null.fingerprint, tokenizer_flags=flags)
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", 100]
     code, out, err = run(capsys, "head", prefix, "-n", 2, "--from", 3, "--tokens", 4, *tokenizer)
     assert (code, err) == (0, "")
     assert out == "--- document 3: 4 tokens\n3 3 3 3\n--- document 4: 5 tokens\n4 4 4 4\n... 1 more tokens\n"
     code, out, _ = run(capsys, "head", prefix, "--json", "--from", 7, "--tokens", 0, *tokenizer)
     assert json.loads(out) == {"document": 7, "tokens": 8, "ids": [7] * 8, "text": " ".join("7" * 8)}
-    assert run(capsys, "head", prefix, "-n", 1)[1] == "--- document 0: 1 tokens\n0\n"
+    assert run(capsys, "head", prefix, "-n", 1) == (0, "--- document 0: 1 tokens\n0\n", "")
+    assert run(capsys, "head", prefix, "-n", 1, "--vocab-size", 100) == (0, "--- document 0: 1 tokens\n0\n", "")
     _, _, err = run(capsys, "head", prefix, "--tokenizer-type", "NullTokenizer", "--vocab-size", 50)
     assert "was made with another tokenizer than this one" in err
     for wrong, why in [
         (["--from", 8], "there are 8 documents, from 0"),
-        (["--vocab-size", 9], "and not --tokenizer-type"),
+        (["--vocab-size", 9, "--merge-file", "x"], "no kind of tokenizer is named by these flags together"),
+        (["--tokenizer-model", tmp_path / "none"], "none: No such file or directory; give --tokenizer-type"),
     ]:
         code, _, err = run(capsys, "head", prefix, *wrong)
         assert code == 2 and why in err
     assert run(capsys, "head", tmp_path / "none")[0] == 2
+
+
+def test_head_finds_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From ``.meta.json``; when its files were moved, from their new place; of several kinds by the fingerprint."""
+    (tmp_path / "bare").mkdir()
+    folder = tokenizer_with(save_tokenizer(tmp_path / "bare"), tmp_path / "tokenizer", None)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "hello world"}) + "\n")
+    make = partial(build_tokenizer, "HuggingFaceTokenizer", model=str(folder))
+    preprocess([tmp_path / "a.jsonl"], str(tmp_path / "a"), Options(make, append_eod=True))
+    prefix = tmp_path / "a_text_document"
+    code, out, err = run(capsys, "head", prefix)
+    assert (code, err) == (0, "") and "\nhello world<" in out
+    folder.rename(tmp_path / "moved")
+    code, ids, err = run(capsys, "head", prefix)
+    assert code == 0 and "hello" not in ids and f"note: ids are shown, since --tokenizer-model {folder}" in err
+    assert err.endswith("; give --tokenizer-model\n")
+    assert run(capsys, "head", prefix, "--tokenizer-model", tmp_path / "moved") == (0, out, "")
+
+
+def test_head_marks_what_has_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given, loss = [[[1, 2, 3, 4]], [[5, 6]], [[7]]], [[[0, 1, 1, 0]], [[1, 1]], [[0]]]
+    facts = {"tokenizer": NullTokenizer(100).fingerprint, "tokenizer_flags": "--tokenizer-type NullTokenizer --vocab-size 100"}
+    prefix = write(tmp_path / "a", given, **facts)
+    write(tmp_path / "a_loss_mask", loss, "uint8", vocab_size=None, eod_id=None, tokenizer=None)
+    wanted = ["\u27e6...\u27e7: tokens that count as targets", "--- document 0: 4 tokens, 2 with loss", "1\u27e6 2 3\u27e7 4",
+              "--- document 1: 2 tokens, 2 with loss", "\u27e65 6\u27e7", "--- document 2: 1 tokens, 0 with loss", "7"]  # fmt: skip
+    assert run(capsys, "head", prefix)[1].splitlines() == wanted
+    lines = [json.loads(line) for line in run(capsys, "head", prefix, "--json")[1].splitlines()]
+    assert [line["loss"] for line in lines] == [document[0] for document in loss] and lines[0]["text"] == "1 2 3 4"
 
 
 def test_texts_come_back_from_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

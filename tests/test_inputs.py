@@ -9,6 +9,7 @@ import json
 import lzma
 import os
 import random
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -36,7 +37,7 @@ from megatron_lite.text.inputs import (
     repeated,
 )
 from megatron_lite.text.inputs_bytes import check_encoding, whole_lines
-from megatron_lite.text.records import BadInput, BadRecord
+from megatron_lite.text.records import NOT_DECODABLE, BadInput, BadRecord, refusal
 
 PLAIN = InputOptions()
 PACK: dict[str, Any] = {
@@ -136,6 +137,36 @@ def test_other_fields_are_there_for_who_wants_them(tmp_path: Path) -> None:
         (1, "the value of 'url' is null, not a string"),
         (2, "the value of 'text' is null, not a string"),
     ]
+
+
+GZ = gzip.compress(b"{}\n")
+
+
+@pytest.mark.parametrize(("name", "data", "why"), [
+    ("a.jsonl", GZ, "its content is gz, and its name does not say so: give it a name that ends in .gz"),
+    ("a.txt", zstandard.compress(b"text"), "its content is zst, and its name does not say so"),
+    ("a.jsonl", bz2.compress(b"{}\n"), "its content is bz2, and"),
+    ("a.txt.gz", lzma.compress(b"text"), "its content is xz, and its name says gz: give it a name that ends in .xz"),
+    ("a.dat.zst", GZ, "its content is gz, and its name says zst"),
+    ("a.jsonl", b"PAR1\x15\x04\x15", "its content is parquet, and"),
+    ("a.jsonl.zst", b'\xef\xbb\xbf {"text": "x"}\n', "its content is not packed, and its name says zst: give it a name without .zst"),
+])  # fmt: skip
+def test_a_name_that_is_not_that_of_the_content(tmp_path: Path, name: str, data: bytes, why: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(BadInput, match=re.escape(f"{path}: {why}")):
+        list(open_input(path, InputOptions()))
+
+
+def test_what_a_line_of_another_encoding_may_be() -> None:
+    bad = BadRecord(NOT_DECODABLE)
+    for text, encoding, guess in [
+        ('{"text": "今天天气很好，我们去公园。"}', "gb18030", "gb18030"), ('{"text": "x"}', "utf-16", "utf-16"),
+        ('{"text": "Überraschung, très bien, señor"}', "latin-1", None), ('{"text": "сегодня хорошо"}', "cp1251", None),
+        ('{"text": "今日はとても良い天気です"}', "shift_jis", None),
+    ]:  # fmt: skip
+        hint = f"--encoding {guess} may be right" if guess else "--encoding names another one"
+        assert refusal(bad, text.encode(encoding)).startswith(f"{NOT_DECODABLE}; {hint}; --skip-bad leaves such records out: ")
 
 
 def test_standard_input(tmp_path: Path) -> None:

@@ -1,39 +1,53 @@
-"""``megatron-lite data head``: documents of a dataset as text again, by the tokenizer that made it."""
+"""``megatron-lite data head``: documents of a dataset as text again, with what counts as a target in fine-tuning data.
+
+The tokenizer is the one that ``.meta.json`` names, or the one that is given: its files are enough, since ``.meta.json``
+has its fingerprint.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 from megatron_lite.cli.corpus import any_name_prints
 from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags, tokenizer_options
 from megatron_lite.config.exit_codes import DONE
+from megatron_lite.text.tokenizer import READ_BY, Tokenizer, build_tokenizer
+
+if TYPE_CHECKING:
+    from megatron_lite.data.index_format import DatasetMeta
+
+OPEN, CLOSE = "\u27e6", "\u27e7"  # around tokens with loss
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser("megatron-lite data head", description="Show documents of a dataset.")
+    p.add_argument("prefix", metavar="PREFIX", help="of the dataset")
+    p.add_argument("-n", "--documents", type=int, default=5, metavar="N", help="how many (default: 5)")
+    p.add_argument("--from", dest="first", type=int, default=0, metavar="I", help="the first of them (default: 0)")
+    text = "show so many tokens of each (default: 200); 0: all"
+    p.add_argument("--tokens", type=int, default=200, metavar="N", help=text)
+    text = "a JSON object on each line: document, tokens, ids, text, and loss (0 or 1 for each id) where there is a mask"
+    p.add_argument("--json", action="store_true", help=text)
+    add_tokenizer_flags(p.add_argument_group("tokenizer (default: the one that made the dataset)"), None)
+    return p
 
 
 def run(argv: Sequence[str]) -> int:
     """The subcommand."""
-    parser = argparse.ArgumentParser("megatron-lite data head", description="Show documents of a dataset.")
-    parser.add_argument("prefix", metavar="PREFIX", help="of the dataset")
-    parser.add_argument("-n", "--documents", type=int, default=5, metavar="N", help="how many (default: 5)")
-    parser.add_argument("--from", dest="first", type=int, default=0, metavar="I", help="the first of them (default: 0)")
-    text = "show so many tokens of each (default: 200); 0: all"
-    parser.add_argument("--tokens", type=int, default=200, metavar="N", help=text)
-    parser.add_argument("--json", action="store_true", help="a JSON object on each line: document, tokens, ids, text")
-    add_tokenizer_flags(parser.add_argument_group("tokenizer (without one, ids are shown)"), None)
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     any_name_prints()
     from megatron_lite.data.index_format import prefix_of
     from megatron_lite.data.indexed import IndexedDataset
-    from megatron_lite.text.tokenizer import build_tokenizer
+    from megatron_lite.data.loss_mask import open_mask
 
-    tokenizer = None
-    if args.tokenizer_type is not None:
-        tokenizer = build_tokenizer(args.tokenizer_type, **tokenizer_options(args))
-    elif any(value is not None for value in tokenizer_options(args).values()):
-        raise ValueError("the tokenizer's files are given, and not --tokenizer-type")
     try:
         dataset = IndexedDataset(prefix_of(args.prefix))
     except FileNotFoundError as error:
@@ -43,22 +57,69 @@ def run(argv: Sequence[str]) -> int:
             raise ValueError(
                 f"--from {args.first} -n {args.documents}: there are {dataset.num_documents} documents, from 0"
             )
-        made_by = dataset.meta.tokenizer if dataset.meta else None
-        if tokenizer is not None and made_by not in (None, tokenizer.fingerprint):
-            print(f"note: {dataset.prefix} was made with another tokenizer than this one", file=sys.stderr)
+        tokenizer, mask = _tokenizer(args, dataset.meta), open_mask(dataset)
+        if mask is not None and not args.json:
+            print(f"{OPEN}...{CLOSE}: tokens that count as targets")
         for number in range(args.first, min(dataset.num_documents, args.first + args.documents)):
             start, stop = (dataset.start_of(int(dataset.documents[d])) for d in (number, number + 1))
-            ids = dataset.read(start, min(stop, start + args.tokens) if args.tokens else stop).tolist()
-            decoded = None if tokenizer is None else tokenizer.decode(ids)
+            end = min(stop, start + args.tokens) if args.tokens else stop
+            ids = dataset.read(start, end).tolist()
+            loss = None if mask is None else mask.read(start, end).tolist()
             if args.json:
-                print(
-                    json.dumps(
-                        {"document": number, "tokens": stop - start, "ids": ids, "text": decoded}, ensure_ascii=False
-                    )
-                )
+                text = None if tokenizer is None else tokenizer.decode(ids)
+                found = {"document": number, "tokens": stop - start, "ids": ids, "text": text}
+                print(json.dumps(found | ({} if loss is None else {"loss": loss}), ensure_ascii=False))
                 continue
-            print(f"--- document {number}: {stop - start:,} tokens")
-            print(decoded if decoded is not None else " ".join(map(str, ids)))
-            if len(ids) < stop - start:
-                print(f"... {stop - start - len(ids):,} more tokens")
+            print(f"--- document {number}: {stop - start:,} tokens" + ("" if mask is None else f", {sum(loss or []):,} with loss"))
+            print(_shown(tokenizer, ids, loss or [0] * len(ids)))
+            if end < stop:
+                print(f"... {stop - end:,} more tokens")
     return DONE
+
+
+def _tokenizer(args: argparse.Namespace, meta: DatasetMeta | None) -> Tokenizer | None:
+    """By the flags that are given, else by those of the dataset; None: ids are shown. Says what is worth a note."""
+    made_by, flags = (meta.tokenizer, meta.tokenizer_flags) if meta else (None, None)
+    given = {name: value for name, value in tokenizer_options(args).items() if value is not None}
+    if args.tokenizer_type or given:
+        kinds = [args.tokenizer_type] if args.tokenizer_type else [k for k in READ_BY if given.keys() <= {*READ_BY[k]}]
+        found: list[Tokenizer] = []
+        errors = ["no kind of tokenizer is named by these flags together"]
+        for kind in kinds:
+            try:
+                found.append(build_tokenizer(kind, **given))
+            except ValueError as error:
+                errors.append(str(error))
+        if not found:
+            raise ValueError(errors[-1] if len(kinds) == 1 else f"{'; '.join(errors[1:] or errors)}; give --tokenizer-type")
+        tokenizer = next((t for t in found if t.fingerprint == made_by), found[0])
+        if made_by not in (None, tokenizer.fingerprint):
+            print(f"note: {args.prefix} was made with another tokenizer than this one", file=sys.stderr)
+        return tokenizer
+    why = "it is not said which tokenizer made the dataset"
+    if flags is not None:
+        named = parser().parse_args(["", *shlex.split(flags)])
+        try:
+            tokenizer = build_tokenizer(named.tokenizer_type, **tokenizer_options(named))
+            if tokenizer.fingerprint == made_by:
+                return tokenizer
+            why = f"{flags} is not the tokenizer any more that made the dataset"
+        except ValueError as error:
+            why = str(error)
+    print(f"note: ids are shown, since {why}; give --tokenizer-model", file=sys.stderr)
+    return None
+
+
+def _shown(tokenizer: Tokenizer | None, ids: list[int], loss: list[int]) -> str:
+    """Text, or ids, with marks around what has loss."""
+    pieces, at, before = [], 0, ""
+    for has_loss, run_of in groupby(loss):
+        at += (length := len(list(run_of)))
+        if tokenizer is None:
+            piece, between = " ".join(map(str, ids[at - length : at])), " "
+        else:
+            text = tokenizer.decode(ids[:at])  # from the start: what a token's text is depends on those before it
+            common = text.startswith(before)
+            piece, before, between = text[len(before) :] if common else tokenizer.decode(ids[at - length : at]), text, ""
+        pieces.append(f"{OPEN}{piece}{CLOSE}" if has_loss else piece)
+    return between.join(pieces) if pieces else ""

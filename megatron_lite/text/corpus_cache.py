@@ -37,6 +37,7 @@ from megatron_lite.data.sources import parse_sources
 from megatron_lite.text.chat_files import ChatOptions, holds_conversations, prepare_chat, summary
 from megatron_lite.text.chat_template import template_digest
 from megatron_lite.text.preprocess import Options, preprocess
+from megatron_lite.text.records import BadInput
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 FIELDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -113,9 +114,11 @@ class CorpusCache:
             try:
                 return str(prefix), self._tokenize(path, prefix)
             except (OSError, ValueError) as error:
+                if "--skip-bad" in str(error):
+                    error = BadInput(f"{error} (`megatron-lite data preprocess` has these flags, and makes a dataset of the file)")
                 with contextlib.suppress(OSError):
                     _failure_file(prefix).write_text(json.dumps({"time": time.time(), "error": str(error)}))
-                raise
+                raise error from None
 
     def _tokenize(self, path: Path, prefix: Path) -> str:
         """Make the dataset; its lock is held."""
@@ -156,7 +159,7 @@ class CorpusCache:
     def _conversations(self, path: Path, made: str) -> str:
         """Make the dataset of conversations and its mask; what they hold."""
         changed = datetime.fromtimestamp(path.stat().st_mtime)  # the date, for templates that write one
-        options = ChatOptions(self.make, self._template_directory(path), None, changed)  # type: ignore[arg-type]
+        options = ChatOptions(self.make, self._template_directory(path), None, changed)
         counts = prepare_chat(
             [path],
             made,

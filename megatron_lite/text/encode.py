@@ -20,7 +20,7 @@ import regex
 
 from megatron_lite.data.index_format import choose_dtype
 from megatron_lite.text.inputs import Lines, Texts
-from megatron_lite.text.records import BYTE_ORDER_MARK, BadInput, BadRecord, excerpt, parse_line
+from megatron_lite.text.records import BYTE_ORDER_MARK, BadInput, BadRecord, excerpt, parse_line, refusal
 from megatron_lite.text.tokenizer import Tokenizer
 from megatron_lite.text.tokenizer_fast import Encoder, FastDiffers, Ids, encoder_of, flat, surrounded
 
@@ -66,9 +66,11 @@ class Counts:
 
     def add(self, other: Counts) -> None:
         """Add another's numbers."""
-        for name in ("documents", "tokens", "bytes", "empty", "holds_eod", "compared"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.bad.update(other.bad)
+        for name, value in vars(other).items():
+            if isinstance(value, Counter):
+                getattr(self, name).update(value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,7 @@ class Encoded:
 
 
 class _Stop(Exception):
-    def __init__(self, number: int, what: str, line: bytes) -> None:
-        super().__init__(number, f"{what}: {excerpt(line)}")
+    """What ends a run: the number of its line, and what is wrong."""
 
 
 class _Records(NamedTuple):
@@ -142,7 +143,7 @@ def encode_block(encoder: Encoder, options: Options, work: Work) -> Encoded:
 
 def _refuse(options: Options, counts: Counts, number: int, line: bytes, why: BadRecord) -> None:
     if not options.skip_bad:
-        raise _Stop(number, str(why), line)
+        raise _Stop(number, refusal(why, line))
     counts.bad[why.reason] += 1
 
 
@@ -253,7 +254,7 @@ def _one_by_one(
             _refuse(options, counts, number, start, why)
         except BaseException as error:
             what = f"the tokenizer failed ({type(error).__name__}: {error})"
-            raise _Stop(number, what, start) from None
+            raise _Stop(number, f"{what}: {excerpt(start)}") from None
         else:
             numbers.append(number)
             starts.append(start)
@@ -272,8 +273,8 @@ def _compare(encoder: Encoder, records: _Records, pieces: Pieces, ids: Ids, numb
         encoder.check(texts, ids, rarest)
     except FastDiffers as error:
         at = error.index if counts is None else int(np.searchsorted(np.cumsum(counts), error.index, side="right"))
-        what = f"{error}; run with --no-fast-tokenizer"
-        raise _Stop(records.numbers[at], what, records.starts[at]) from None
+        what = f"{error}; run with --no-fast-tokenizer: {excerpt(records.starts[at])}"
+        raise _Stop(records.numbers[at], what) from None
 
 
 def _pack(found: Encoded, tokenizer: Tokenizer, options: Options, columns: list[tuple[Ids, np.ndarray | None]]) -> None:

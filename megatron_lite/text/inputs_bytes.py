@@ -32,6 +32,15 @@ _ZSTD_UNPACKED = 1 << 20  # ... so that they unpack to about as much as this, wh
 _ZSTD_WINDOW = 1 << 31  # the largest that `zstd --long=31` makes
 _ARRAY = re.compile(rb"\s*\[\s*(\{|\n|$)")  # how a file that is a JSON array of objects begins
 _UNFIT = ("utf-7", "hz", "iso2022", "raw-unicode-escape", "idna", "punycode")  # a newline is not always a newline there
+_HEAD = 12  # bytes that tell a packing
+_MAGIC = {  # how files begin
+    ".gz": re.compile(rb"\x1f\x8b"),
+    ".zst": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
+    ".bz2": re.compile(rb"BZh[1-9]1AY&SY"),
+    ".xz": re.compile(rb"\xfd7zXZ\x00"),
+    ".parquet": re.compile(rb"PAR1[\x00-\x1f]"),
+}
+_TEXT = re.compile(rb"(\xef\xbb\xbf)?\s*[{\[\"]")  # JSON that is not packed
 DAMAGE = (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError)
 
 
@@ -170,6 +179,8 @@ def line_blocks(path: str, name: Name, options: InputOptions, start: int, stop: 
             offset, line = start - 1, 0  # whether a line begins at `start`, the byte before it says
             file.seek(offset)
         counted = CountedFile(file, offset)
+        if not offset:
+            refuse_other_content(shown, counted.head(), name.packing)
         try:
             for where, pieces in _streams(shown, counted, name, encoding, options.block_bytes):
                 line = min(line, 1)
@@ -193,13 +204,36 @@ class CountedFile:
     """A file that counts what was read from it; ``taken`` bytes are behind it."""
 
     def __init__(self, file: Readable, taken: int = 0) -> None:
-        self._file, self.taken = file, taken
+        self._file, self.taken, self._head = file, taken, b""
+
+    def head(self) -> bytes:
+        """The next bytes, which are read again."""
+        self._head = self._file.read(_HEAD)
+        return self._head
 
     def read(self, size: int = -1) -> bytes:
-        """As of files."""
-        data = self._file.read(size)
+        """As of files; it may be less."""
+        if not self._head:
+            data = self._file.read(size)
+        elif size < 0:
+            data, self._head = self._head + self._file.read(), b""
+        else:
+            data, self._head = self._head[:size], self._head[size:]
         self.taken += len(data)
         return data
+
+
+def refuse_other_content(shown: str, head: bytes, packing: str) -> None:
+    """Raise BadInput where the first bytes of a file are of another packing than its name says, with the remedy."""
+    found = next((suffix for suffix, magic in _MAGIC.items() if magic.match(head)), "")
+    if found in ("", packing) and not (packing and not found and _TEXT.match(head)):
+        return
+    what = f"its content is {found[1:]}" if found else "its content is not packed"
+    remedy = f"give it a name that ends in {found}" if found else f"give it a name without {packing}"
+    if shown == shown_name(STANDARD_INPUT):
+        remedy = "standard input is read as JSON lines that are not packed"
+    said = f"its name says {packing[1:]}" if packing else "its name does not say so"
+    raise BadInput(f"{shown}: {what}, and {said}: {remedy}")
 
 
 def _streams(

@@ -16,7 +16,15 @@ from typing import Any
 
 from megatron_lite.config.text_files import DAT, PARQUET
 from megatron_lite.text.inputs import InputOptions, Name, Refused, Texts
-from megatron_lite.text.inputs_bytes import DAMAGE, CountedFile, check_encoding, decoded, open_file, unpacked
+from megatron_lite.text.inputs_bytes import (
+    DAMAGE,
+    CountedFile,
+    check_encoding,
+    decoded,
+    open_file,
+    refuse_other_content,
+    unpacked,
+)
 from megatron_lite.text.records import NOT_DECODABLE, BadInput, not_a_string
 
 LONGEST = 1 << 28  # characters of a plain-text document, which is in memory at once
@@ -36,7 +44,9 @@ def text_blocks(path: str, name: Name, options: InputOptions, start: int, stop: 
     first, found, size = start + 1, [], 0
     with ExitStack() as stack:
         file = CountedFile(stack.enter_context(open_file(path)))
-        pieces = unpacked(file, ".zst" if name.kind == DAT else name.packing, options.block_bytes)
+        packing = ".zst" if name.kind == DAT else name.packing
+        refuse_other_content(path, file.head(), packing)
+        pieces = unpacked(file, packing, options.block_bytes)
         documents = _dat(path, pieces) if name.kind == DAT else _plain(path, pieces, options)
         try:
             for document in islice(documents, start, stop):

@@ -11,6 +11,7 @@ Rules that do not depend on the machine or on where a record stands:
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -112,6 +113,27 @@ def _kind(value: Any) -> str:
         return "null"
     names = {str: "a string", list: "an array", dict: "an object", bool: "a boolean"}
     return names.get(type(value), "a number")
+
+
+def refusal(why: BadRecord, line: bytes) -> str:
+    """What ends a run at a bad record: the reason, what can be done, and the start of the record."""
+    remedy = "--skip-bad leaves such records out"
+    if why.reason == NOT_DECODABLE:
+        encoding = _likely_encoding(line)
+        remedy = (f"--encoding {encoding} may be right" if encoding else "--encoding names another one") + f"; {remedy}"
+    return f"{why}; {remedy}: {excerpt(line)}"
+
+
+def _likely_encoding(line: bytes) -> str | None:
+    """What the bytes of a line that is not UTF-8 look like: UTF-16, or GB18030 when it makes common Chinese of them."""
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    try:
+        wide = [c for c in line.decode("gb18030") if not c.isascii()]
+    except UnicodeDecodeError:
+        return None
+    common = sum(0xA1 <= c.encode("gb18030")[0] <= 0xD7 for c in wide)  # punctuation and the first level of GB 2312
+    return "gb18030" if wide and common >= 0.9 * len(wide) else None
 
 
 def excerpt(line: bytes) -> str:

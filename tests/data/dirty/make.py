@@ -104,7 +104,7 @@ def packed() -> None:
     }.items():
         data = pack(whole)
         add(f"cut.jsonl.{suffix}", data[: len(data) * 2 // 3], texts, error="damaged, cut off")
-        add(f"not_packed.jsonl.{suffix}", whole, [], error="damaged, cut off")
+        add(f"not_packed.jsonl.{suffix}", whole, [], error="its content is not packed")
     add("cut_second_frame.jsonl.zst", zst(whole) + zst(whole)[:-9], texts, error="damaged, cut off")
     add("garbage_behind.jsonl.zst", zst(whole) + b"garbage", texts, error="damaged, cut off")
     add("plain_gz_behind.jsonl", whole + gzip.compress(b"x", mtime=0), texts, [[41, NOT_TEXT]])

@@ -131,16 +131,19 @@ HTML: list[tuple[str, str, list[str], list[str]]] = [
 
 PRIVATE: list[tuple[str, str, list[list[str]]]] = [
     ("en", "Write to anna.larsen@example.com or call +1 415-555-0132 before Friday.\n", [["mail", "anna.larsen@example.com"], ["phone", "+1 415-555-0132"]]),
-    ("en", "The server at 203.0.113.77 was moved, ask ops-team+night@mail.example.org.\n", [["ip", "203.0.113.77"], ["mail", "ops-team+night@mail.example.org"]]),
+    ("en", "The server at 93.184.216.34 was moved, ask ops-team+night@mail.example.org.\n", [["ip", "93.184.216.34"], ["mail", "ops-team+night@mail.example.org"]]),
     ("en", "Telephone of the office: (212) 555-0187, open on all days but Sunday.\n", [["phone", "(212) 555-0187"]]),
-    ("en", "The new address of the router is 2001:db8:85a3::8a2e:370:7334 from today.\n", [["ip", "2001:db8:85a3::8a2e:370:7334"]]),
+    ("en", "The new address of the router is 2606:2800:220:1:248:1893:25c8:1946 from today.\n", [["ip", "2606:2800:220:1:248:1893:25c8:1946"]]),
     ("en", "Version 1.2.3 of 2019-04-05 has 1234567890 lines, see section 10.2.\n", []),
     ("zh", "有意者请联系李先生，手机13800138000，邮箱lixiansheng@example.cn。\n", [["phone", "13800138000"], ["mail", "lixiansheng@example.cn"]]),
     ("zh", "客服电话：010-62345678，传真同号。\n", [["phone", "010-62345678"]]),
-    ("zh", "服务器地址是198.51.100.23，请不要外传。\n", [["ip", "198.51.100.23"]]),
+    ("zh", "服务器地址是114.114.115.119，请不要外传。\n", [["ip", "114.114.115.119"]]),
     ("zh", "国际热线：+86 138 0013 8000，全天有人接听。\n", [["phone", "+86 138 0013 8000"]]),
     ("zh", "订单编号为20210304123456789，总价1380元，共3.1.2版。\n", []),
     ("ja", "お問い合わせは03-1234-5678または携帯090-1234-5678まで。\n", [["phone", "03-1234-5678"], ["phone", "090-1234-5678"]]),
     ("ja", "メールはtanaka@example.jpへお送りください。\n", [["mail", "tanaka@example.jp"]]),
     ("ja", "この本は2015年に出版され、全320ページ、定価は1800円です。\n", []),
+    ("en", "Install nginx 1.18.40.7 (not v93.184.216.34) on 10.0.0.12, ISBN 978-0-306-40615-7, built 2021-03-04.\n", []),
+    ("en", "Clone git@github.com:boats/harbour.git, open logo@2x.png, and multiply a@b.transpose(0) by 3.14159265358979.\n", []),
+    ("zh", "邮箱是wang＠163.com，座机021 62345678，预算13812345678元。\n", [["mail", "wang＠163.com"], ["phone", "021 62345678"]]),  # noqa: RUF001
 ]

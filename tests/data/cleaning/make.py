@@ -117,7 +117,7 @@ class Maker:
         questions = []
         for n, (language, question, answer) in enumerate(QUESTIONS):
             questions.append({"id": f"q{n}", "question": question, "answer": answer})
-            head, tail = prose(language, self.rng, 5), prose(language, self.rng, 4)
+            head, _, tail = prose(language, self.rng, 9).partition("\n")
             if n < 9:  # letters in another case are the same words
                 text = f"{head}\n{question.upper() if n == 3 else question}\n{tail}"
                 self.add(f"leak-{n}", text, language, kind="contaminated", benchmark=f"q{n}")

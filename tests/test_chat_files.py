@@ -194,14 +194,14 @@ def test_no_tokens_without_their_mask(
     """When the tokens cannot be published, neither is the mask; a mask left alone by a kill is replaced."""
     folder = tokenizer_with(model, tmp_path / "t", CHATML)
     source = lines(tmp_path / "in.jsonl", [{"messages": TALK}])
-    finish = IndexedWriter.finish
+    publish = IndexedWriter._publish
 
     def fail(writer: IndexedWriter) -> Any:
         if not writer.prefix.endswith("_loss_mask"):
             raise OSError(28, "No space left on device")
-        return finish(writer)
+        return publish(writer)
 
-    monkeypatch.setattr(IndexedWriter, "finish", fail)
+    monkeypatch.setattr(IndexedWriter, "_publish", fail)
     assert chat(capsys, source, tmp_path / "out", folder)[0] == 1
     assert not list(tmp_path.glob("out*"))
     monkeypatch.undo()

@@ -21,7 +21,7 @@ from megatron_lite.cli import preprocess as cli
 from megatron_lite.data.describe import verify
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.data.parts import merge
-from megatron_lite.text import preprocess as engine
+from megatron_lite.text import run as engine
 from megatron_lite.text.ahead import ahead
 from megatron_lite.text.encode import Counts
 from megatron_lite.text.inputs import InputOptions
@@ -183,8 +183,8 @@ import sys
 from functools import partial
 sys.path.insert(0, {root!r})
 from megatron_lite.cli.preprocess import main
-from megatron_lite.text import inputs, preprocess
-preprocess._FINISHED_BYTES = 1 << 14  # the real command, in smaller pieces
+from megatron_lite.text import inputs, run
+run._FINISHED_BYTES = 1 << 14  # the real command, in smaller pieces
 inputs.InputOptions = partial(inputs.InputOptions, block_bytes=1 << 12)
 if __name__ == "__main__":
     print("ready", flush=True)

@@ -6,8 +6,9 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_lite.config.exit_codes import CONFIGURATION, ERROR
 from megatron_lite.config.problem import nearest_name
@@ -30,6 +31,44 @@ def add_reading_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--encoding", default="utf-8", metavar="NAME", help=text)
     text = r"between the documents of a .txt file, such as '<|endoftext|>' or '\n\n' (default: a file is a document)"
     group.add_argument("--document-separator", type=_escaped, metavar="TEXT", help=text)
+
+
+def add_running_flags(group: argparse._ArgumentGroup) -> None:
+    """How a run that tokenizes goes; :func:`running_options` reads them."""
+    group.add_argument("--workers", type=_workers, default=1, help="tokenizing processes or threads (default: 1)")
+    text = "read the i-th of n parts of the input, from 0; `megatron-lite data merge` joins their outputs in order"
+    group.add_argument("--part", metavar="i/n", help=text)
+    text = "go on where a run with these flags was ended, and if this one is ended leave what is needed to go on"
+    group.add_argument("--resume", action="store_true", help=text)
+    text = "tokenize by the reference library only, also where a faster one is proved to give the same ids"
+    group.add_argument("--no-fast-tokenizer", action="store_true", help=text)
+    text = "documents between progress lines (default: 10000); a terminal has a bar instead"
+    group.add_argument("--log-interval", type=int, default=10000, help=text)
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give at least 1")
+    return int(text)
+
+
+def running_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of :func:`megatron_lite.text.run.run_job`. Raises ValueError."""
+    from megatron_lite.text.shares import parse_part
+
+    return {
+        "workers": args.workers,
+        "part": None if args.part is None else parse_part(args.part),
+        "resume": args.resume,
+        "log_interval": args.log_interval,
+        "bar": sys.stderr.isatty(),
+        "say": partial(print, flush=True),
+    }
+
+
+def left_by(args: argparse.Namespace) -> str:
+    """What a run that was ended has left, in words."""
+    return "the same command goes on from here" if args.resume else "nothing was written"
 
 
 def _escaped(text: str) -> str:

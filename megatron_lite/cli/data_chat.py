@@ -13,9 +13,11 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from megatron_lite.cli.corpus import check_prefix, status_of, strict
+from megatron_lite.cli.corpus import add_running_flags, check_prefix, left_by, running_options, status_of, strict
+from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags, tokenizer_options, unread_options
 from megatron_lite.config.exit_codes import DONE
 from megatron_lite.text.chat import COMPLETION_KEYS, PROMPT_KEYS
+from megatron_lite.text.chat_template import template_directory
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,9 +39,7 @@ def parser() -> argparse.ArgumentParser:
     text = f"key of the answer (default: {', '.join(COMPLETION_KEYS)})"
     data.add_argument("--completion-key", metavar="KEY", help=text)
     tok = p.add_argument_group("tokenizer and template")
-    tok.add_argument("--tokenizer-type", choices=("HuggingFaceTokenizer",), default="HuggingFaceTokenizer", help="kind")
-    tok.add_argument("--tokenizer-model", required=True, metavar="DIR", help="directory with tokenizer.json")
-    tok.add_argument("--eod-token", metavar="TEXT", help="the end-of-document token, where the files do not say it")
+    add_tokenizer_flags(tok, "HuggingFaceTokenizer")
     text = "Jinja template (default: the tokenizer's chat_template.jinja, or chat_template in tokenizer_config.json)"
     tok.add_argument("--chat-template", metavar="FILE", type=Path, help=text)
     text = "YYYY-MM-DD, for templates that write the date (default: today)"
@@ -50,8 +50,7 @@ def parser() -> argparse.ArgumentParser:
     text = "what becomes of one that is too long (default: drop)"
     rows.add_argument("--too-long", choices=("drop", "truncate"), default="drop", help=text)
     run = p.add_argument_group("running")
-    run.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
-    run.add_argument("--log-interval", type=int, default=10000, help="conversations between lines of progress")
+    add_running_flags(run)
     return p
 
 
@@ -65,49 +64,44 @@ def _date(text: str) -> datetime:
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     p = parser()
     args = strict(p, argv)
-    for name, least in (("workers", 1), ("seq_length", 1)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            p.error(f"--{name.replace('_', '-')} {value}: give at least {least}")
+    if args.seq_length is not None and args.seq_length < 1:
+        p.error(f"--seq-length {args.seq_length}: give at least 1")
     check_prefix(p, args.output_prefix, "chat")
     return args
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
-    return status_of(partial(_run, _arguments(argv)))
+    args = _arguments(argv)
+    return status_of(partial(_run, args), left_by(args))
 
 
 def _run(args: argparse.Namespace) -> tuple[int, str]:
     from megatron_lite.text.chat import Keys
     from megatron_lite.text.chat_files import ChatOptions, prepare_chat, summary
     from megatron_lite.text.inputs import expand_inputs, repeated
-    from megatron_lite.text.tokenizer import HuggingFaceTokenizer
+    from megatron_lite.text.tokenizer import build_tokenizer
 
-    model = Path(args.tokenizer_model)
+    for line in unread_options(args):
+        print(line, file=sys.stderr)
     options = ChatOptions(
-        tokenizer=partial(HuggingFaceTokenizer, str(model), args.eod_token),
-        directory=model if model.is_dir() else model.parent,
+        tokenizer=partial(build_tokenizer, args.tokenizer_type, **tokenizer_options(args)),
+        directory=template_directory(args.tokenizer_model or args.vocab_file),
         template=args.chat_template,
         now=args.date or datetime.now(),
         keys=Keys(args.prompt_key, args.completion_key),
         most_tokens=None if args.seq_length is None else args.seq_length + 1,
         too_long=args.too_long,
         skip_bad=args.skip_bad,
+        fast=not args.no_fast_tokenizer,
     )
     started = time.monotonic()
     files = expand_inputs(args.input)
     if note := repeated(files):
         print(note, file=sys.stderr)
+    running = running_options(args)
     counts = prepare_chat(
-        files,
-        args.output_prefix,
-        options,
-        workers=args.workers,
-        encoding=args.encoding,
-        overwrite=args.overwrite,
-        log_interval=args.log_interval,
-        say=partial(print, flush=True),
+        files, args.output_prefix, options, encoding=args.encoding, overwrite=args.overwrite, **running
     )
     written = f"written: {args.output_prefix} and {args.output_prefix}_loss_mask (.bin, .idx, .meta.json)"
     return DONE, summary(counts, options, time.monotonic() - started) + "\n" + written

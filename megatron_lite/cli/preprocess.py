@@ -12,7 +12,15 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from megatron_lite.cli.corpus import check_prefix, status_of, strict
+from megatron_lite.cli.corpus import (
+    add_reading_flags,
+    add_running_flags,
+    check_prefix,
+    left_by,
+    running_options,
+    status_of,
+    strict,
+)
 from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags, tokenizer_options, unread_options
 from megatron_lite.config.exit_codes import DONE
 from megatron_lite.config.text_files import SUPPORTED
@@ -29,10 +37,7 @@ def parser() -> argparse.ArgumentParser:
     data = p.add_argument_group("input and output")
     text = f"files, patterns, directories, or - for JSON lines from standard input; read are {SUPPORTED}"
     data.add_argument("--input", nargs="+", required=True, metavar="FILE", help=text)
-    text = "of JSON lines and plain text, such as gb18030 (default: utf-8)"
-    data.add_argument("--encoding", default="utf-8", metavar="NAME", help=text)
-    text = r"between the documents of a .txt file, such as '<|endoftext|>' or '\n\n' (default: a file is a document)"
-    data.add_argument("--document-separator", metavar="TEXT", help=text)
+    add_reading_flags(data)
     text = "keys to tokenize, an output pair each (default: text)"
     data.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
     text = "outputs are PREFIX_KEY_document.bin, .idx and .meta.json"
@@ -45,16 +50,8 @@ def parser() -> argparse.ArgumentParser:
     tok.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     text = "store each sentence as a sequence of its document; white space between sentences is dropped"
     tok.add_argument("--split-sentences", action="store_true", help=text)
-    text = "tokenize by the reference library only, also where a faster one is proved to give the same ids"
-    tok.add_argument("--no-fast-tokenizer", action="store_true", help=text)
     run = p.add_argument_group("running")
-    run.add_argument("--workers", type=int, default=1, help="tokenizing processes (default: 1)")
-    text = "read the i-th of n parts of the input, from 0; `megatron-lite data merge` joins their outputs in order"
-    run.add_argument("--part", metavar="i/n", help=text)
-    text = "go on where a run with these flags was ended, and if this one is ended leave what is needed to go on"
-    run.add_argument("--resume", action="store_true", help=text)
-    text = "documents between progress lines (default: 10000); a terminal has a bar instead"
-    run.add_argument("--log-interval", type=int, default=10000, help=text)
+    add_running_flags(run)
     text = "no effect here: the input is streamed, no partition files are made"
     run.add_argument("--partitions", type=int, default=1, help=text)
     run.add_argument("--keep-sequential-samples", action="store_true", help="no effect here: order is always kept")
@@ -65,8 +62,6 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The flags; exits with 2 and the nearest known name at one that does not exist."""
     p = parser()
     args = strict(p, argv)
-    if args.workers < 1:
-        p.error(f"--workers {args.workers}: give at least 1")
     check_prefix(p, args.output_prefix, "corpus")
     return args
 
@@ -82,14 +77,12 @@ def without_effect(args: argparse.Namespace) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Run the tool; returns the exit status."""
     args = arguments(argv)
-    left = "the same command goes on from here" if args.resume else "nothing was written"
-    return status_of(partial(_run, args), left)
+    return status_of(partial(_run, args), left_by(args))
 
 
 def _run(args: argparse.Namespace) -> tuple[int, str]:
     from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs, repeated
     from megatron_lite.text.preprocess import Options, preprocess, summary
-    from megatron_lite.text.shares import parse_part
 
     for line in without_effect(args):
         print(line, file=sys.stderr)
@@ -101,10 +94,7 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
         skip_bad=args.skip_bad,
         fast=not args.no_fast_tokenizer,
     )
-    separator = args.document_separator
-    if separator is not None:
-        separator = separator.replace("\\n", "\n").replace("\\t", "\t")
-    reading = InputOptions(options.keys, args.encoding, separator)
+    reading = InputOptions(options.keys, args.encoding, args.document_separator)
     files = expand_inputs(args.input)
     check_options(reading, files)
     if note := repeated(files):
@@ -117,13 +107,8 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
         args.output_prefix,
         options,
         reading=reading,
-        workers=args.workers,
         overwrite=args.overwrite,
-        part=None if args.part is None else parse_part(args.part),
-        resume=args.resume,
-        bar=sys.stderr.isatty(),
-        log_interval=args.log_interval,
-        say=partial(print, flush=True),
+        **running_options(args),
     )
     lines = [summary(counts, time.monotonic() - started)]
     lines += [f"written: {args.output_prefix}_{key}_document (.bin, .idx, .meta.json)" for key in options.keys]

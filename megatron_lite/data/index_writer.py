@@ -358,11 +358,14 @@ class IndexedWriter:
                 file.remove()
 
 
-def publish_left(prefix: str) -> None:
+def publish_left(prefix: str, with_mask: bool = False) -> None:
     """Go on renaming where a process was killed that had completed the files; also after the last of them."""
     bin_path, idx_path, meta_path = prefix_paths(prefix)
-    if Path(f"{bin_path}.tmp").exists():
+    first = prefix_paths(mask_prefix(prefix))[0] if with_mask else bin_path
+    if Path(f"{first}.tmp").exists():
         _clear(prefix)
+    if with_mask:
+        publish_left(mask_prefix(prefix))
     for path in (bin_path, meta_path, idx_path):
         with contextlib.suppress(FileNotFoundError):
             os.replace(f"{path}.tmp", path)

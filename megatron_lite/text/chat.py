@@ -189,7 +189,7 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, templates: Templates, encoder: Encoder | None = None) -> None:
-        self.templates = templates
+        self.templates, self.vocab_size = templates, tokenizer.vocab_size
         self._places = SpecialPlaces(tokenizer, encoder)
         self._remembered = lru_cache(maxsize=1 << 12)(self._ids)
 

@@ -1,9 +1,8 @@
 """From files of conversations to the two pairs of files of a fine-tuning set: tokens, and which of them the loss counts.
 
-Files are streamed: the parent reads blocks of JSON lines and writes, workers render and tokenize; blocks come back in order, so
-the output is the same bytes for any number of workers. A bad record ends the run with its file, line, reason and first
-80 characters, or is counted by reason (``--skip-bad``). A good one that trains nothing, or is too long, is dropped by rule
-and counted by rule. The mask is published before the tokens: there are never tokens whose mask is still to come.
+Workers render and tokenize blocks of JSON lines, in a run as :mod:`.run` has it. A bad record ends the run with its file, line,
+reason and first 80 characters, or is counted by reason (``--skip-bad``). A good one that trains nothing, or is too long, is
+dropped by rule and counted by rule. The mask is published before the tokens: there are never tokens whose mask is still to come.
 """
 
 from __future__ import annotations
@@ -12,29 +11,30 @@ import contextlib
 import json
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from megatron_lite.data.index_format import mask_prefix
-from megatron_lite.data.index_writer import IndexedWriter
-from megatron_lite.data.locked_file import interrupts_held
+from megatron_lite.config.text_files import LINES, PACKINGS, TAR
+from megatron_lite.data.index_format import choose_dtype, mask_prefix
+from megatron_lite.data.index_writer import IndexedWriter, WriterState
 from megatron_lite.text.chat import ChatEncoder, Conversation, Example, Keys, conversation_of
-from megatron_lite.text.chat_template import CLOSE, OPEN, Rendered, Templates, load_templates
-from megatron_lite.text.inputs import InputOptions, Lines, called, open_input
-from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
-from megatron_lite.text.records import BadInput, BadRecord, excerpt, numbered_lines, parse_object
-from megatron_lite.text.tokenizer import HuggingFaceTokenizer
-from megatron_lite.text.tokenizer_fast import NotFast, encoder_of
+from megatron_lite.text.chat_template import CLOSE, OPEN, PLAIN, Rendered, Templates, load_templates
+from megatron_lite.text.encode import Column, Counts, Encoded, Failure, Work
+from megatron_lite.text.inputs import Block, InputOptions, Lines, called, name_of, open_input
+from megatron_lite.text.records import BadInput, BadRecord, numbered_lines, parse_object, refusal
+from megatron_lite.text.run import Stream, in_processes, run_job
+from megatron_lite.text.special_places import named_tokens
+from megatron_lite.text.tokenizer import Tokenizer, flags_of
+from megatron_lite.text.tokenizer_fast import FastDiffers, NotFast, encoder_of
 
 EMPTY, NO_ANSWER, NOTHING, TOO_LONG = (
     "without messages",
@@ -43,7 +43,7 @@ EMPTY, NO_ANSWER, NOTHING, TOO_LONG = (
     "longer than a row",
 )
 _TRIED = 16  # conversations that the fast tokenizer is tried on at the start
-_MARKS = re.compile(rb"\xef\xb7[\x90\x91]|\\u[fF][dD][dD][01]")  # OPEN or CLOSE, perhaps
+_MARKS = re.compile(rb"\xef\xb7[\x90-\x92]|\\u[fF][dD][dD][0-2]")  # of chat_template, perhaps
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ class ChatOptions:
 
     Attributes:
         tokenizer: builds the tokenizer.
-        directory: where its template is looked for; template: ``--chat-template``, before that.
+        directory: where its template is looked for, if it has files; template: ``--chat-template``, before that.
         now: what the template's ``strftime_now`` reads.
         keys: of prompt-and-answer records.
         most_tokens: of a conversation, S + 1; None: any.
         too_long: what becomes of longer ones.
         skip_bad: leave bad records out and count them.
-        fast: use the fast form of the tokenizer, which has been proved equal.
+        fast: use the fast form of the tokenizer where it is proved equal.
     """
 
-    tokenizer: Callable[[], HuggingFaceTokenizer]
-    directory: Path
+    tokenizer: Callable[[], Tokenizer]
+    directory: Path | None
     template: Path | None
     now: datetime
     keys: Keys = Keys()
@@ -71,105 +71,106 @@ class ChatOptions:
     skip_bad: bool = False
     fast: bool = True
 
-    def templates(self) -> Templates:
-        """The template of the tokenizer, compiled."""
-        return load_templates(self.directory, self.template, self.now)
+    def templates(self, tokenizer: Tokenizer | None = None) -> Templates:
+        """The template of the tokenizer, compiled; without it special tokens may lack their names."""
+        return load_templates(self.directory, self.template, self.now, named_tokens(tokenizer) if tokenizer else {})
 
 
 @dataclass
-class ChatCounts:
-    """What became of the records.
+class ChatCounts(Counts):
+    """What became of the records; documents are conversations.
 
     Attributes:
-        conversations, tokens, bytes: stored conversations and tokens; bytes read.
         counted: tokens that the loss counts.
         turns, ended: of the assistant; those that end with a special token.
         truncated: conversations cut to a row.
         tools: conversations with tools that the template does not read.
-        dropped, bad: by rule, by reason.
+        spells: conversations with a message that spells a special token.
+        dropped: by rule.
     """
 
-    conversations: int = 0
-    tokens: int = 0
-    bytes: int = 0
     counted: int = 0
     turns: int = 0
     ended: int = 0
     truncated: int = 0
     tools: int = 0
+    spells: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    bad: Counter[str] = field(default_factory=Counter)
-
-    def add(self, other: ChatCounts) -> None:
-        """Add another's numbers."""
-        for name, value in vars(other).items():
-            if isinstance(value, Counter):
-                getattr(self, name).update(value)
-            else:
-                setattr(self, name, getattr(self, name) + value)
 
 
-@dataclass
-class ChatBlock:
-    """What a worker makes of a block: ids int32 and mask uint8 of all conversations, and their lengths; or an error."""
-
-    counts: ChatCounts
-    ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    mask: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint8))
-    lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    error: str | None = None
+class _Stop(Exception):
+    """What ends the run, and the number of its line."""
 
 
-def encode_block(encoder: ChatEncoder, options: ChatOptions, lines: Lines) -> ChatBlock:
-    """Render and tokenize a block. A record that ends the run gives a block with ``error`` alone."""
-    block = ChatBlock(ChatCounts(bytes=len(lines.data)))
-    counts = block.counts
+def encode_block(encoder: ChatEncoder, options: ChatOptions, work: Work) -> Encoded:
+    """Render and tokenize a block: a column of ids and one of the mask, uint8."""
+    counts = ChatCounts(bytes=len(work.block.data))  # type: ignore[union-attr]
+    try:
+        examples = _examples(encoder, options, work.block, counts)  # type: ignore[arg-type]
+    except _Stop as stop:
+        return Encoded(counts, failure=Failure(*stop.args))
+    ids = np.concatenate([e.ids for e in examples]) if examples else np.empty(0, np.int64)
+    mask = np.concatenate([e.mask for e in examples]) if examples else np.empty(0, np.uint8)
+    lengths = np.array([len(e.ids) for e in examples], dtype=np.int64)
+    counts.documents, counts.tokens, counts.counted = len(examples), len(ids), int(mask.sum())
+    counts.turns, counts.ended = sum(e.turns for e in examples), sum(e.ended for e in examples)
+    counts.spells = sum(e.spells for e in examples)
+    ids = ids.astype(choose_dtype(encoder.vocab_size))
+    return Encoded(counts, [Column(ids, lengths, None), Column(mask, lengths, None)])
+
+
+def _examples(encoder: ChatEncoder, options: ChatOptions, lines: Lines, counts: ChatCounts) -> list[Example]:
+    """The conversations of a block that are stored. Raises _Stop."""
 
     def refuse(number: int, line: bytes, why: BadRecord) -> None:
         if not options.skip_bad:
-            raise BadInput(f"{lines.file}:{number}: {why}: {excerpt(line)}")
+            raise _Stop(number, refusal(why, line))
         counts.bad[why.reason] += 1
 
-    examples: list[Example] = []
     found: list[tuple[int, bytes, Conversation]] = []
-    try:
-        for number, line in numbered_lines(lines.first, lines.data):
-            try:
-                conversation = conversation_of(_parse(line), options.keys)
-            except BadRecord as why:
-                refuse(number, line, why)
-                continue
-            if not conversation.has_answer:
-                counts.dropped[NO_ANSWER if conversation.messages else EMPTY] += 1
-            else:
-                found.append((number, line, conversation))
+    for number, line in numbered_lines(lines.first, lines.data):
         try:
-            encoded = encoder.encode([c for _, _, c in found])
+            conversation = conversation_of(_parse(line), options.keys)
+        except BadRecord as why:
+            refuse(number, line, why)
+            continue
+        if not conversation.has_answer:
+            counts.dropped[NO_ANSWER if conversation.messages else EMPTY] += 1
+        else:
+            found.append((number, line, conversation))
+    examples: list[Example] = []
+    for (number, line, conversation), example in zip(found, _encoded(encoder, found), strict=True):
+        if isinstance(example, BadRecord):
+            refuse(number, line, example)
+            continue
+        unread = conversation.tools is not None and not encoder.templates.of(conversation.tools).reads_tools
+        if kept := _by_rule(example, options, counts):
+            examples.append(kept)
+            counts.tools += unread
+    return examples
+
+
+def _encoded(encoder: ChatEncoder, found: Sequence[tuple[int, bytes, Conversation]]) -> list[Example | BadRecord]:
+    """The conversations encoded together, or one by one where the tokenizer refuses a text of them."""
+    try:
+        return encoder.encode([c for _, _, c in found])
+    except FastDiffers as error:
+        raise _Stop(found[0][0], f"{error}; run with --no-fast-tokenizer") from None
+    except ValueError:
+        pass
+    results: list[Example | BadRecord] = []
+    for _, _, conversation in found:
+        try:
+            results += encoder.encode([conversation])
         except ValueError as error:
-            raise BadInput(f"{lines.file}:{lines.first}: {error}") from None
-        for (number, line, conversation), example in zip(found, encoded, strict=True):
-            if isinstance(example, BadRecord):
-                refuse(number, line, example)
-                continue
-            unread = conversation.tools is not None and not encoder.templates.of(conversation.tools).reads_tools
-            if kept := _by_rule(example, options, counts):
-                examples.append(kept)
-                counts.tools += unread
-    except BadInput as error:
-        return ChatBlock(counts, error=str(error))
-    if examples:
-        block.ids = np.concatenate([e.ids for e in examples]).astype(np.int32)
-        block.mask = np.concatenate([e.mask for e in examples])
-    block.lengths = np.array([len(e.ids) for e in examples], dtype=np.int64)
-    counts.conversations, counts.tokens, counts.counted = len(examples), len(block.ids), int(block.mask.sum())
-    counts.turns, counts.ended = sum(e.turns for e in examples), sum(e.ended for e in examples)
-    return block
+            results.append(BadRecord("the tokenizer cannot encode the text", f" ({error})"))
+    return results
 
 
 def _parse(line: bytes) -> dict[str, Any]:
     record = parse_object(line)
-    if _MARKS.search(line) and any(mark in json.dumps(record, ensure_ascii=False) for mark in (OPEN, CLOSE)):
-        raise BadRecord("U+FDD0 or U+FDD1, which Unicode keeps from texts")
+    if _MARKS.search(line) and any(mark in json.dumps(record, ensure_ascii=False) for mark in (OPEN, CLOSE, PLAIN)):
+        raise BadRecord("U+FDD0, U+FDD1 or U+FDD2, which Unicode keeps from texts")
     return record
 
 
@@ -189,104 +190,100 @@ def _by_rule(example: Example, options: ChatOptions, counts: ChatCounts) -> Exam
     return example
 
 
-def worker_function(options: ChatOptions) -> Callable[[Lines], ChatBlock]:
-    """What a worker process does with a block; builds tokenizer and template."""
+def worker_function(options: ChatOptions, tokenizer: Tokenizer | None = None) -> Callable[[Work], Encoded]:
+    """What a worker does with a block; builds the tokenizer, unless it is given, and the template."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of the tokenizers package: processes are the parallelism
-    tokenizer = options.tokenizer()
+    tokenizer = tokenizer or options.tokenizer()
     encoder = encoder_of(tokenizer, prove=False) if options.fast else None
-    return partial(encode_block, ChatEncoder(tokenizer, options.templates(), encoder), options)
+    return partial(encode_block, ChatEncoder(tokenizer, options.templates(tokenizer), encoder), options)
 
 
 def prepare_chat(
-    inputs: Sequence[Path],
-    prefix: str,
-    options: ChatOptions,
-    *,
-    workers: int = 1,
-    encoding: str = "utf-8",
-    overwrite: bool = False,
-    log_interval: int = 0,
-    say: Callable[[str], None] = print,
+    inputs: Sequence[Path], prefix: str, options: ChatOptions, *, encoding: str = "utf-8", **running: Any
 ) -> ChatCounts:
     """Write ``PREFIX`` and ``PREFIX_loss_mask`` (.bin, .idx, .meta.json each).
 
+    Args:
+        running: see :func:`megatron_lite.text.run.run_job`, as for what it raises.
+
     Raises:
-        BadInput: a bad record, a worker that died, or nothing to write; no output is left.
-        FileExistsError: the output is there and ``overwrite`` is off.
-        ValueError: a tokenizer or template that cannot be used.
-        OSError: the output cannot be written; none is left.
+        ValueError: a tokenizer or template that cannot be used, or a file that is not JSON lines.
     """
-    tokenizer = options.tokenizer()  # before any work
-    options.templates()
-    total, started, said = ChatCounts(), time.monotonic(), 0
-    with ExitStack() as stack:
-        with interrupts_held():
-            # A mask without tokens is what a killed run left.
-            mask = IndexedWriter(mask_prefix(prefix), dtype=np.uint8, overwrite=True)
-            stack.callback(mask.abort)  # does nothing once it has been finished
-            size, made_by = tokenizer.vocab_size, tokenizer.fingerprint
-            tokens = IndexedWriter(prefix, vocab_size=size, tokenizer=made_by, overwrite=overwrite, mask=mask)
-            stack.callback(tokens.abort)
-        work = _lines(inputs, encoding)
-        first = list(islice(work, 1))
-        options = replace(options, fast=_proved(tokenizer, options, first, say))
-        for block in _encoded(chain(first, work), options, workers, stack):
-            if block.error is not None:
-                raise BadInput(block.error)
-            tokens.add_documents(block.ids, block.lengths)
-            mask.add_documents(block.mask, block.lengths)
-            total.add(block.counts)
-            if log_interval and total.conversations - said >= log_interval:
-                said = total.conversations
-                speed = total.bytes / 1e6 / (time.monotonic() - started)
-                say(f"{said:,} conversations, {total.tokens:,} tokens, {speed:.2f} MB/s")
-        if not total.conversations:
-            raise BadInput(f"no conversations were written: {called(inputs)} of {total.bytes:,} bytes\n{skipped(total)}".rstrip())
-        with interrupts_held():
-            tokens.finish()
-    return total
-
-
-def _proved(
-    tokenizer: HuggingFaceTokenizer, options: ChatOptions, first: list[Lines], say: Callable[[str], None]
-) -> bool:
-    """Whether the tokenizer's fast form gives its ids: of texts made to be hard, and of the first conversations."""
-    if not options.fast:
-        return False
-    encoder, texts = ChatEncoder(tokenizer, options.templates()), []
-    for lines in first:
-        for _, line in islice(numbered_lines(lines.first, lines.data), _TRIED):
-            with contextlib.suppress(BadRecord):
-                rendered = encoder.render(conversation_of(_parse(line), options.keys))
-                texts += [rendered.text] if isinstance(rendered, Rendered) else []
-    try:
-        return encoder_of(tokenizer, texts).is_fast
-    except NotFast as why:
-        say(f"note: tokenizing by the reference library, which is slower: {why}")
-        return False
-
-
-def _encoded(work: Iterator[Lines], options: ChatOptions, workers: int, stack: ExitStack) -> Iterator[ChatBlock]:
-    """Every block in order."""
-    if workers == 1:
-        yield from map(worker_function(options), work)
-        return
-    pool = stack.enter_context(OrderedPool(workers, partial(worker_function, options)))
-    try:
-        yield from pool.map(work)
-    except WorkerFailed as error:
-        raise BadInput(f"{error}; nothing was written") from None
-    except WorkerDied as error:
-        what = f" in lines {error.item.first} and on of {error.item.file}" if isinstance(error.item, Lines) else ""
-        raise BadInput(f"{error.worker}{what}; nothing was written") from None
-
-
-def _lines(inputs: Sequence[Path], encoding: str) -> Iterator[Lines]:
     for path in inputs:
-        for block in open_input(path, InputOptions(encoding=encoding)):
-            if not isinstance(block, Lines):
-                raise BadInput(f"{path}: conversations are read from JSON lines only")
-            yield block
+        name = name_of(path)
+        if name is None or name.kind not in (*LINES, TAR):
+            kinds = f"{', '.join(LINES)} (each also with {', '.join(PACKINGS)}), {TAR}"
+            raise ValueError(f"{path}: conversations are read from JSON lines only: {kinds}")
+    counts = run_job(_Chat(prefix, options, InputOptions(encoding=encoding)), inputs, prefix, **running)
+    assert isinstance(counts, ChatCounts)
+    return counts
+
+
+class _Chat:
+    """The job of rendering and tokenizing conversations."""
+
+    mask = True
+
+    def __init__(self, prefix: str, options: ChatOptions, reading: InputOptions) -> None:
+        self.options, self.reading, self.outputs = options, reading, [prefix]
+        self.tokenizer = options.tokenizer()  # before any work
+        templates = options.templates(self.tokenizer)
+        date = f"{options.now:%Y-%m-%d}" if templates.plain.reads_date or templates.with_tools.reads_date else None
+        flags = {"most_tokens": options.most_tokens, "too_long": options.too_long, "skip_bad": options.skip_bad}
+        named = {"prompt_key": options.keys.prompt, "completion_key": options.keys.completion}
+        made_by = {"tokenizer": self.tokenizer.fingerprint, "template": templates.digest, "date": date}
+        self.identity = {**made_by, **named, **flags, "encoding": reading.encoding}
+        self.counts: Counts = ChatCounts()
+
+    def begin(self, first: Block | None, say: Callable[[str], None]) -> None:
+        """Use the fast form of the tokenizer, if it gives its ids for hard texts and for the first conversations."""
+        if not self.options.fast:
+            return
+        encoder, texts = ChatEncoder(self.tokenizer, self.options.templates(self.tokenizer)), []
+        for _, line in islice(numbered_lines(1, first.data if isinstance(first, Lines) else b""), _TRIED):
+            with contextlib.suppress(BadRecord):
+                rendered = encoder.render(conversation_of(_parse(line), self.options.keys))
+                texts += [rendered.text] if isinstance(rendered, Rendered) else []
+        try:
+            fast = encoder_of(self.tokenizer, texts).is_fast
+        except NotFast as why:
+            say(f"note: tokenizing by the reference library, which is slower: {why}")
+            fast = False
+        self.options = replace(self.options, fast=fast)
+
+    def writers(self, states: Sequence[WriterState], **options: Any) -> Iterator[IndexedWriter]:
+        """Of the tokens and the mask."""
+        of_tokens, of_mask = states or (None, None)
+        # A mask without tokens is what a killed run left.
+        mask = IndexedWriter(
+            mask_prefix(self.outputs[0]), dtype=np.uint8, resume=of_mask, **{**options, "overwrite": True}
+        )
+        try:
+            tokens = IndexedWriter(
+                self.outputs[0],
+                vocab_size=self.tokenizer.vocab_size,
+                tokenizer=self.tokenizer.fingerprint,
+                tokenizer_flags=flags_of(self.tokenizer),
+                resume=of_tokens,
+                mask=mask,
+                **options,
+            )
+        except BaseException:
+            mask.abort()
+            raise
+        yield tokens
+        yield mask
+
+    def encoded(self, stream: Stream, workers: int, stack: ExitStack) -> Iterator[Encoded]:
+        """Every block in order."""
+        if workers == 1:
+            return map(worker_function(self.options, self.tokenizer), stream.work())
+        return in_processes(stream, partial(worker_function, self.options), workers, stack)
+
+    def nothing(self, inputs: Sequence[Path], size: int, total: Counts) -> str:
+        """What to say when no conversation was stored."""
+        assert isinstance(total, ChatCounts)
+        return f"no conversations were written: {called(inputs)} of {size:,} bytes\n{skipped(total)}".rstrip()
 
 
 def skipped(counts: ChatCounts) -> str:
@@ -314,7 +311,7 @@ def summary(counts: ChatCounts, options: ChatOptions, seconds: float | None = No
     """What happened, for people."""
     speed = "" if seconds is None else f" in {seconds:.1f} s ({counts.bytes / 1e6 / seconds:.1f} MB/s)"
     lines = [
-        f"{counts.conversations:,} conversations, {counts.tokens:,} tokens{speed}",
+        f"{counts.documents:,} conversations, {counts.tokens:,} tokens{speed}",
         f"the loss counts {counts.counted:,} tokens ({100 * counts.counted / counts.tokens:.1f}%) of {counts.turns:,} turns",
         *skipped(counts).splitlines(),
     ]
@@ -322,6 +319,8 @@ def summary(counts: ChatCounts, options: ChatOptions, seconds: float | None = No
         lines.append(f"{counts.truncated:,} cut to {options.most_tokens:,} tokens")
     if counts.tools:
         lines.append(f"{counts.tools:,} with tools, which the template does not read")
+    if counts.spells:
+        lines.append(f"{counts.spells:,} with messages that spell special tokens, which are text there")
     if counts.ended < counts.turns:
         lines.append(
             f"{counts.turns - counts.ended:,} turns do not end with a special token: if the template writes an end token "

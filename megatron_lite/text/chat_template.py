@@ -103,10 +103,11 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Templates:
-    """What is taken for a conversation without tools and for one with them (mostly the same)."""
+    """What is taken for a conversation without tools and for one with them (mostly the same); and a digest of them."""
 
     plain: ChatTemplate
     with_tools: ChatTemplate
+    digest: str
 
     def of(self, tools: Sequence[Any] | None) -> ChatTemplate:
         """The template for a conversation."""
@@ -153,7 +154,16 @@ def load_templates(
         compiled = {name: ChatTemplate(source, tokens, now) for name, source in sources.items()}
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    return Templates(compiled["default"], compiled.get(_WITH_TOOLS, compiled["default"]))
+    digest = hashlib.sha256(json.dumps([sources, tokens], sort_keys=True).encode()).hexdigest()
+    return Templates(compiled["default"], compiled.get(_WITH_TOOLS, compiled["default"]), digest)
+
+
+def template_directory(tokenizer_file: str | None) -> Path | None:
+    """Where a template may be beside the files of a tokenizer, of which this is one or their directory."""
+    if tokenizer_file is None:
+        return None
+    path = Path(tokenizer_file)
+    return path if path.is_dir() else path.parent
 
 
 def template_digest(directory: Path) -> str:

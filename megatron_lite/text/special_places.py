@@ -26,7 +26,7 @@ import regex
 from megatron_lite.text.records import BadRecord
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron_lite.text.tokenizer_bpe import Gpt2BpeTokenizer, TiktokenTokenizer, byte_alphabet
-from megatron_lite.text.tokenizer_fast import Encoder
+from megatron_lite.text.tokenizer_fast import Encoder, FastDiffers
 
 _PRIVATE = range(0xF0000, 0xFFFFE)  # plane 15, of private use: a character for each special token
 
@@ -102,8 +102,8 @@ class SpecialPlaces:
             plain: for each text, ascending, the places one behind the first character of spellings that are text.
 
         Raises:
-            ValueError: a text that the tokenizer refuses; or the fast form gives other ids than the reference for the first
-                of them.
+            ValueError: a text that the tokenizer refuses.
+            FastDiffers: the fast form gives other ids than the reference for the first of them.
         """
         plain = plain or [()] * len(texts)
         if self._library is None:
@@ -181,7 +181,7 @@ class SpecialPlaces:
             results.append(self._matched(text, ids))
         (first,) = self._library.encodings(texts[:1])
         if results[0] is not None and results[0].ids.tolist() != first.ids:
-            raise ValueError(f"the fast tokenizer gives other ids than the reference for {texts[0][:80]!r}")
+            raise FastDiffers(0, f"the fast tokenizer gives other ids than the reference for {texts[0][:80]!r}")
         unmatched = [i for i, r in enumerate(results) if r is None]
         for i, encoding in zip(unmatched, self._library.encodings([texts[i] for i in unmatched]), strict=True):
             results[i] = self._found(encoding)

@@ -1,0 +1,240 @@
+"""A run that makes datasets of files: text, or conversations; what is different about these is a :class:`Job`.
+
+The parent reads blocks of the input (:mod:`.inputs`, in a thread of its own), workers make columns of ids of them, and the
+parent writes what comes back in order, so the output is the same bytes for any number of workers.
+
+A worker that raises or dies ends the run; nothing stands under the final names before everything is complete. What is
+finished is written down as the run goes (:mod:`.journal`), and a killed run goes on from there on request. An input that
+changes while it is read ends the run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_lite.data.index_writer import IndexedWriter, WriterState, publish_left, refuse_existing, remove_dataset
+from megatron_lite.data.locked_file import interrupts_held
+from megatron_lite.text.ahead import ahead
+from megatron_lite.text.encode import Counts, Encoded, Work, bad_input
+from megatron_lite.text.inputs import STANDARD_INPUT, Block, InputOptions, Lines
+from megatron_lite.text.journal import Finished, Identity, Journal
+from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
+from megatron_lite.text.progress import Progress
+from megatron_lite.text.records import BadInput
+from megatron_lite.text.shares import Part, Place, Share, after, numbers_before, place_of, read, shares
+
+_FINISHED_BYTES = 1 << 28  # of input, after which the finished part is written down
+_COMPARED = 10_000  # one of so many records is compared with the reference tokenizer
+_AHEAD = 8  # blocks that are read before they are asked for
+
+
+@dataclass
+class Stream:
+    """The blocks of a run in order, and where those that the workers have began."""
+
+    blocks: Iterator[tuple[Share, Block]]
+    options: InputOptions
+    given: deque[tuple[Share, Block]] = field(default_factory=deque)
+
+    def work(self) -> Iterator[Work]:
+        """What workers get."""
+        earlier = compared = 0  # records of earlier files, and those that are to be compared
+        last: tuple[int, Block] | None = None
+        for share, block in self.blocks:
+            if last is not None and (last[0], last[1].file) != (share.file, block.file):
+                ended = last[1]
+                earlier += ended.first - 1 + (ended.data.count(b"\n") if isinstance(ended, Lines) else len(ended))
+            due = (earlier + block.first - 1) // _COMPARED - compared
+            compared += due
+            last = (share.file, block)
+            self.given.append((share, block))
+            yield Work(block, due)
+
+    def numbers_before(self, share: Share) -> int:
+        """What to add to the numbers of lines in blocks of a share."""
+        return numbers_before(share, self.options)
+
+
+class Job(Protocol):
+    """What a run makes of its input.
+
+    Attributes:
+        outputs: prefixes of the datasets.
+        mask: a loss mask is written beside each of them.
+        reading: how files are read.
+        identity: what decides the output, besides the inputs and which part of them is read; JSON.
+        counts: of nothing.
+    """
+
+    outputs: list[str]
+    mask: bool
+    reading: InputOptions
+    identity: Identity
+    counts: Counts
+
+    def begin(self, first: Block | None, say: Callable[[str], None]) -> None:
+        """Look at the first block of the input, before anything else is done with it."""
+
+    def writers(self, states: Sequence[WriterState], **options: Any) -> Iterator[IndexedWriter]:
+        """A writer for each column of a block, those of ``outputs`` first and then their masks'.
+
+        They go on from the states, if there are any; the options are those of :class:`IndexedWriter`.
+        """
+
+    def encoded(self, stream: Stream, workers: int, stack: ExitStack) -> Iterator[Encoded]:
+        """Every block in order."""
+
+    def nothing(self, inputs: Sequence[Path], size: int, total: Counts) -> str:
+        """What to say when ``size`` bytes gave no document."""
+
+
+def run_job(
+    job: Job,
+    inputs: Sequence[Path],
+    prefix: str,
+    *,
+    workers: int = 1,
+    overwrite: bool = False,
+    part: Part | None = None,
+    resume: bool = False,
+    log_interval: int = 0,
+    bar: bool = False,
+    say: Callable[[str], None] = print,
+) -> Counts:
+    """Make the datasets; what came of the records.
+
+    Args:
+        inputs: files, as :func:`megatron_lite.text.inputs.expand_inputs` gives them.
+        prefix: of the journal.
+        workers: threads or processes that tokenize.
+        overwrite: replace outputs that are there.
+        part: only this share of the input; datasets of all parts, merged in order, are that of the whole.
+        resume: go on where an earlier run stopped, if one did; and when this one stops, leave what a later one needs.
+        log_interval: documents between lines of progress; 0: none.
+        bar: a progress bar in place of lines.
+        say: prints a line.
+
+    Raises:
+        BadInput: a bad record, a worker that died, or no document at all (a part may be empty); no output is left.
+        FileExistsError: the output is there and ``overwrite`` is off.
+        ValueError: nothing of this kind to resume.
+        OSError: the output cannot be written; none is left.
+    """
+    whole, files = shares(inputs, job.reading, part), _files(inputs)
+    identity = {"inputs": files, "part": part and list(part), **job.identity}
+    journal = Journal(prefix, identity, keep=resume, kind=type(job.counts))
+    finished = journal.find() if resume else None
+    complete = finished is not None and finished.complete
+    for output in () if overwrite or complete else job.outputs:
+        refuse_existing(output, with_mask=job.mask)  # before a journal is begun
+    total = job.counts
+    with ExitStack() as stack:
+        with interrupts_held():
+            journal.open()
+            stack.callback(journal.end)
+            if finished is not None and complete:
+                for output in job.outputs:
+                    publish_left(output, with_mask=job.mask)
+                journal.end(done=True)
+                return finished.counts
+            states = finished.outputs if finished is not None else []
+            writers = []
+            for writer in job.writers(states, overwrite=overwrite, empty=part is not None, keep=resume):
+                stack.callback(writer.abort)  # does nothing once it has been finished
+                writers.append(writer)
+        left = whole if finished is None else after(whole, finished.place)
+        progress = stack.enter_context(Progress(sum(s.size for s in whole), say, log_interval, bar))
+        if finished is not None:
+            total = finished.counts
+            progress.resume(total, finished.taken)
+            say(f"going on after {total.documents:,} documents")
+        source = read(left, job.reading)
+        if STANDARD_INPUT not in map(str, inputs):  # a thread that waits for the terminal could not be ended
+            source = stack.enter_context(closing(ahead(source, _AHEAD)))
+        first = next(source, None)
+        job.begin(None if first is None else first[1], say)
+        stream = Stream(source if first is None else chain([first], source), job.reading)
+        written_down, taken = total.bytes, 0
+        for encoded in job.encoded(stream, workers, stack):
+            share, block = stream.given.popleft()
+            if encoded.failure is not None:
+                raise bad_input(block.file, encoded.failure, stream.numbers_before(share))
+            if total.bytes - written_down >= _FINISHED_BYTES:
+                states_now = [writer.state() for writer in writers]
+                journal.add(Finished(place_of(share.file, block), taken, total, states_now))
+                written_down = total.bytes
+            for writer, column in zip(writers, encoded.columns, strict=True):
+                writer.add_documents(column.tokens, column.lengths, column.sequences)
+            total.add(encoded.counts)
+            taken = _taken(whole, share, block)
+            progress.show(total, taken)
+        if not total.documents and part is None:
+            raise BadInput(job.nothing(inputs, max(total.bytes, sum(s.size for s in whole)), total))
+        if changed := [path for path, *facts in _files(inputs) if [path, *facts] not in files]:
+            raise BadInput(f"{changed[0]} has changed while it was read")
+        _publish(writers[: len(job.outputs)], journal, Finished(Place(len(inputs), 0), taken, total, []), keep=resume)
+    return total
+
+
+def _files(inputs: Sequence[Path]) -> list[list[Any]]:
+    """Name, size and time of change of each."""
+    return [[str(p), s.st_size, s.st_mtime_ns] for p in inputs if p.is_file() and (s := p.stat())]
+
+
+def in_processes(
+    stream: Stream, make: Callable[[], Callable[[Work], Encoded]], workers: int, stack: ExitStack
+) -> Iterator[Encoded]:
+    """Every block in order, by worker processes; ``make`` is called in each."""
+    pool = stack.enter_context(OrderedPool(workers, make))
+    try:
+        yield from pool.map(stream.work())
+    except WorkerFailed as error:
+        raise BadInput(f"{error}; nothing was written") from None
+    except WorkerDied as error:
+        what = f" in {_numbers(stream, error.item.block)}" if isinstance(error.item, Work) else ""
+        hint = " Out of memory? Fewer --workers need less." if "SIGKILL" in error.worker else ""
+        raise BadInput(f"{error.worker}{what}; nothing was written.{hint}") from None
+
+
+def _numbers(stream: Stream, block: Block) -> str:
+    """Which lines a block holds, for people."""
+    if not isinstance(block, Lines):
+        return f"documents {block.first} to {block.first + len(block) - 1} of {block.file}"
+    first = block.first + next((stream.numbers_before(share) for share, given in stream.given if given is block), 0)
+    return f"lines {first} to {first + block.data.rstrip().count(bytes([10]))} of {block.file}"
+
+
+def _taken(whole: Sequence[Share], share: Share, block: Block) -> int:
+    """Bytes on the disk that have been read when a block has been."""
+    before = sum(s.size for s in whole if s.file < share.file)
+    own = next(s for s in whole if s.file == share.file)
+    begin = own.start if isinstance(block, Lines) else 0
+    return before + min(own.size, max(0, block.taken - begin))
+
+
+def _publish(writers: Sequence[IndexedWriter], journal: Journal, finished: Finished, keep: bool) -> None:
+    """All outputs or none: those of other keys are taken back when one cannot be renamed, or left to the run that goes on."""
+    published: list[IndexedWriter] = []
+    try:
+        with interrupts_held():
+            try:
+                for writer in writers:
+                    writer.complete()
+                journal.add(finished)
+                for writer in writers:
+                    writer.publish()
+                    published.append(writer)
+            except BaseException:
+                for writer in () if keep else published:
+                    remove_dataset(writer.prefix)
+                raise
+            journal.end(done=True)
+    except KeyboardInterrupt:
+        if len(published) < len(writers):  # else it came when everything was done
+            raise

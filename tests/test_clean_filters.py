@@ -267,6 +267,7 @@ def test_kenlm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_perplexity_problems(tmp_path: Path) -> None:
     for bands in ({"en": [1.0]}, {"en": [2.0, 1.0]}, {"en": ["a", "b"]}, {"en": 3.0}):
         assert "bands.en" in Perplexity.problems(PerplexityOptions(f"checkpoint:{tmp_path}", bands))[0]  # type: ignore[arg-type]
+    assert "holds no checkpoint" in Perplexity.problems(PerplexityOptions(f"checkpoint:{tmp_path}"))[0]
     assert "no directory" in Perplexity.problems(PerplexityOptions("checkpoint:/nowhere"))[0]
     assert any("{language}" in p for p in Perplexity.problems(PerplexityOptions("{language}.bin", {"any": [0.0, 1.0]})))
 

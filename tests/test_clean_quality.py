@@ -178,6 +178,8 @@ def test_cut_lines_as_c4() -> None:
 
 
 def test_problems() -> None:
+    for name, value in (("top_ngrams", [[0, 0.2]]), ("duplicate_ngrams", [[5, 20]]), ("min_script", 30), ("min_alphabetic", float("nan"))):
+        assert "between 0 and 1" in Quality.problems(QualityOptions(bounds={"zh": {name: value}}))[0]
     found = Quality.problems(QualityOptions(max_digits=1.5, bounds={"xx": {}, "zh": {"min_word": 3}, "en": {"min_words": "many"}}))
     assert len(found) == 4
     assert "max_digits 1.5" in found[3] and "bounds.xx" in found[0] and "bounds.zh.min_word" in found[1] and "'many'" in found[2]

@@ -114,9 +114,8 @@ class Perplexity(LocalStep):
         if options.first_characters < 1:
             found.append(f"first_characters {options.first_characters}: at least 1")
         if options.scorer.startswith(CHECKPOINT):
-            directory = options.scorer.removeprefix(CHECKPOINT)
-            if not os.path.isdir(directory):
-                found.append(f"scorer {options.scorer}: {directory or 'no name'} is no directory; give the --save of a run")
+            if problem := _checkpoint_problem(options.scorer.removeprefix(CHECKPOINT)):
+                found.append(f"scorer {options.scorer}: {problem}")
             if options.sentencepiece:
                 found.append("sentencepiece: only with a KenLM file; a checkpoint has a tokenizer of its own")
         elif importlib.util.find_spec("kenlm") is None:
@@ -132,6 +131,18 @@ class Perplexity(LocalStep):
             return []
         names = [options.scorer, *([options.sentencepiece] if options.sentencepiece else [])]
         return sorted({name.replace("{language}", code) for name in names for code in options.bands or [ANY]})
+
+
+def _checkpoint_problem(directory: str) -> str:
+    """What is wrong with the directory of a checkpoint; empty: nothing."""
+    from megatron_lite.checkpoint.manifest import find_checkpoint
+
+    if not os.path.isdir(directory):
+        return f"{directory or 'no name'} is no directory; give the --save of a run"
+    try:
+        return "" if find_checkpoint(Path(directory)) else f"{directory} holds no checkpoint; give the --save of a run"
+    except ValueError as error:
+        return str(error)
 
 
 def _scorers(options: PerplexityOptions, bands: Mapping[str, object]) -> dict[str, Callable[[str], float]]:

@@ -25,6 +25,7 @@ from megatron_lite.clean.word_list import read_words, word_pattern
 from megatron_lite.config.values import convert
 
 _ADDRESS = re.compile(r"(?:https?://|www\.)[!-~]+")
+_SHARES = ("min_alphabetic", "min_sentence_lines", "min_script")  # of the bounds of a language
 _ANY = Language("", "", frozenset(), Bounds(top_ngrams=(), duplicate_ngrams=()))  # counts what no language is needed for
 
 
@@ -221,9 +222,15 @@ def _language_bound(counts: Measures, language: Language, characters: int) -> It
 
 
 def _with_bounds(row: Language, changed: Mapping[str, Any]) -> Language:
-    hints = {"top_ngrams": tuple[tuple[int, float], ...], "duplicate_ngrams": tuple[tuple[int, float], ...]}
-    defaults = dataclasses.asdict(row.bounds)
-    values = {name: convert(value, hints.get(name, type(defaults[name]))) for name, value in changed.items()}
+    """A row with other bounds. Raises ValueError: one is of another type, or out of its range."""
+    values: dict[str, Any] = {}
+    for name, value in changed.items():
+        default = getattr(row.bounds, name)
+        values[name] = convert(value, tuple[tuple[int, float], ...] if isinstance(default, tuple) else type(default))
+        grams = values[name] if isinstance(default, tuple) else ()
+        shares = [share for _, share in grams] + ([values[name]] if name in _SHARES else [])
+        if not all(0 <= share <= 1 for share in shares) or not all(n > 0 for n, _ in grams):
+            raise ValueError("shares are between 0 and 1" + ", n is 1 or more" * bool(grams))
     return dataclasses.replace(row, bounds=dataclasses.replace(row.bounds, **values))
 
 

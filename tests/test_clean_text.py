@@ -64,6 +64,7 @@ CODE = 'def f(a):\n\tif a  <  3:\n        return "<p>x</p>"  # done\n\n\nclass A
         ("\ufeff<meta charset=gbk><p>a&#1;b&#8;c&#133;d&#xFEFF;e</p><pre># f&#2;\r\n# g</pre>", "a b c…de\n\n# f\n# g"),
         ("<div><p hidden>a<b>b</b></p><p style='color: red; DISPLAY: none'>c</p><p>none</p></div>", "none"),
         ("<p>他们来了，\n  很好。\nabc\n한국\n어</p>", "他们来了，很好。 abc 한국 어"),  # noqa: RUF001
+        ("<body><pre>a<br>b  <b>c</b>\n  d<script>x</script></pre></body>", "a\nb  c\n  d"),
         ("<html lang=de>Silben\u00adtrennung</b>", "Silbentrennung"),
         ("", ""),
     ],

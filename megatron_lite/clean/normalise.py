@@ -129,6 +129,8 @@ def page_text(html: str) -> str:
     from selectolax.lexbor import LexborHTMLParser, LexborNode
 
     tree = LexborHTMLParser(html)
+    for inside in tree.css("pre br, pre script, pre style"):
+        inside.replace_with("\n" if inside.tag == "br" else "")
     hidden = {node.mem_id for node in tree.css(_HIDDEN)} if "hidden" in html or "none" in html else set()
     parts: list[str] = []
     todo: list[str | LexborNode | None] = [tree.root]

@@ -689,7 +689,7 @@ def test_tool_says_which_flags_do_nothing(tmp_path: Path, capsys: pytest.Capture
     [
         (["--apend-eod"], "unknown argument --apend-eod: did you mean --append-eod?"),
         (["--append"], "unknown argument --append"),  # no abbreviations
-        (["--workers", "0"], "--workers 0: give at least 1"),
+        (["--workers", "0"], "argument --workers: 0: give at least 1"),
         (["--tokenizer-type", "Bert"], "invalid choice: 'Bert'"),
     ],
 )

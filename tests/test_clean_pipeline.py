@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
+import time
 import traceback
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,14 @@ from clean_pipelines import SMALL_BLOCKS, Once, files_of, killed_at, lines_of, o
 from selectolax.lexbor import LexborHTMLParser
 
 from megatron_lite.clean import pipeline_input, pipeline_output
-from megatron_lite.clean.config import Pipeline, StepConfig
+from megatron_lite.clean.config import Pipeline, StepConfig, step_class
 from megatron_lite.clean.pipeline import Run, RunOptions
 from megatron_lite.clean.pipeline_input import shares
+from megatron_lite.clean.pipeline_keys import by_bucket
 from megatron_lite.clean.pipeline_stage import DROPS, StepFailed, between
 from megatron_lite.clean.pipeline_work import PartsMissing, PlanDiffers
 from megatron_lite.clean.shards import ShardReader, write_list
-from megatron_lite.clean.step import CorpusOptions, LocalStep
+from megatron_lite.clean.step import CorpusOptions, CorpusStep, Document, LocalStep
 from megatron_lite.text.inputs import InputOptions
 from megatron_lite.text.records import BadInput
 
@@ -307,6 +310,52 @@ def test_a_second_corpus_is_compared_with_the_first(tmp_path: Path, parts: int) 
     assert once("again", paths, CorpusOptions(second)) == []
     with pytest.raises(FileExistsError, match="index is there"):
         one_run(tmp_path / "new", paths[2:], steps=Pipeline((StepConfig("once", CorpusOptions(save=index), Once),)))
+
+
+def test_saved_buckets_get_a_place_of_their_own(tmp_path: Path) -> None:
+    """Else one of two would stand under the name, and the other be gone."""
+    (path,) = write_corpus(tmp_path, 20)[:1]
+    (tmp_path / "file").touch()
+    taken = ["out", "out/x", "out.work", "out.html", "report.json", "dropped/x", ".", "save", "save/x", "file/x"]
+    for name in taken:
+        options = [CorpusOptions(save=str(tmp_path / save)) for save in ("save", name)]
+        with pytest.raises(ValueError, match=r"save: .*: (give a directory apart from|.*is not a directory)"):
+            one_run(tmp_path, [path], steps=Pipeline(tuple(StepConfig("once", o, Once) for o in options)))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "in"]
+
+
+# ---- long documents
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_long_document_costs_what_it_weighs(tmp_path: Path, language: str) -> None:
+    """Books in one line: twice the text takes about twice the time, through all that looks into it."""
+    chance = random.Random(5)
+    letters, between = ("abcdefghijklmno", " ") if language == "en" else ("的一是在不了有和人这中大为上个国我以要他", "")
+    words = ["".join(chance.choices(letters, k=chance.randrange(2, 9))) for _ in range(5000)]
+    lines = [between.join(chance.choices(words, k=20)) + (". " if between else "。") for _ in range(4000)]
+    names = ("normalise", "mask", "language", "quality", "exact", "bloom", "minhash")
+    options: dict[str, dict[str, Any]] = {"language": {"keep_unknown": True}, "exact": {"unit": "line"}, "bloom": {"expected": 100_000}}
+    seconds: dict[tuple[str, int], float] = {}
+    for size, name in product((2000, 4000), names):
+        kind = step_class(name)
+        taken = []
+        for attempt in range(2):
+            step = kind(kind.Options(**options.get(name, {})))
+            document = Document("\n".join(lines[:size]), 1, language=language)
+            if isinstance(step, CorpusStep):
+                step.scratch = str(tmp_path / f"{name}-{size}-{attempt}")
+                Path(step.scratch).mkdir()
+            begin = time.process_time()
+            if isinstance(step, CorpusStep):
+                keys = step.keys([document])
+                for bucket, places in by_bucket(keys):
+                    step.decide(bucket, keys[places])
+            else:
+                step.apply([document])
+            taken.append(time.process_time() - begin)
+        seconds[name, size] = min(taken)
+    assert all(seconds[name, 4000] < 3 * seconds[name, 2000] + 0.01 for name in names), seconds
 
 
 # ---- the report

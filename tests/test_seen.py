@@ -173,6 +173,18 @@ def test_other_settings_are_refused(tmp_path):
     assert "was saved by the step bloom, not exact" in problem
 
 
+def test_every_saved_file_is_looked_at_before_a_run(tmp_path):
+    drive(lambda: Bloom(BloomOptions(expected=1000)), ["a", "b"], tmp_path, save=str(tmp_path / "saved"))
+    options = BloomOptions(expected=1000, against=str(tmp_path / "saved"))
+    path = Path(bucket_path(options.against, 63))
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
+    (problem,) = Bloom.problems(options)
+    assert "bucket-63: not the saved bucket of a cleaning step, or cut off" in problem
+    path.unlink()
+    assert Bloom.problems(options) == [f"against {options.against}: {path} is missing"]
+
+
 def test_options_that_cannot_work():
     for options, said in [
         (BloomOptions(expected=0), "expected: 0 must be at least 1"),

@@ -99,14 +99,16 @@ class BucketFile:
 
 
 def against_problems(directory: str, settings: Mapping[str, Any]) -> list[str]:
-    """What speaks against comparing with what was saved to a directory, as far as its first bucket tells."""
-    path = bucket_path(directory, 0)
-    if not directory or not Path(path).is_file():
+    """What speaks against comparing with what was saved to a directory, as far as the tables of its files tell."""
+    if not directory or not Path(directory).is_dir():  # which is told elsewhere
         return []
-    try:
-        open_bucket_file(path, settings)
-    except ValueError as error:
-        return [f"against {directory}: {error}"]
+    for bucket in range(settings["buckets"]):
+        try:
+            open_bucket_file(bucket_path(directory, bucket), settings)
+        except FileNotFoundError as error:
+            return [f"against {directory}: {error.filename} is missing"]
+        except ValueError as error:
+            return [f"against {directory}: {error}"]
     return []
 
 

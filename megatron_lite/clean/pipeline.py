@@ -270,9 +270,23 @@ class Run:
             output.clear()
         for _, draft in self._pages():
             draft.unlink(missing_ok=True)
+        for _, step in self._corpus_steps():
+            if step.options.save:
+                shutil.rmtree(self.work.draft(Path(step.options.save)), ignore_errors=True)
 
     def _check_outputs(self, known_as: str) -> None:
-        """Refuse outputs that are there and another run's."""
+        """Refuse outputs that are there and another run's, and directories of saved buckets that meet something else's."""
+        taken = [*(output.directory for output in self.outputs()), *(path for path, _ in self._pages()), self.work.path]
+        for _, step in self._corpus_steps():
+            if not step.options.save:
+                continue
+            save = Path(step.options.save).absolute()
+            for path in map(Path.absolute, taken):
+                if path in (save, *save.parents) or save in path.parents:
+                    raise ValueError(f"save: {step.options.save}: give a directory apart from {path}, where something else goes")
+            if blocked := next((path for path in save.parents if path.exists() and not path.is_dir()), None):
+                raise ValueError(f"save: {step.options.save}: {blocked} is not a directory")
+            taken.append(save)
         for output in self.outputs():
             output.is_complete(known_as)
         for _, step in self._corpus_steps():

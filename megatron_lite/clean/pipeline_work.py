@@ -107,10 +107,14 @@ class WorkDirectory:
         """The file of what an earlier corpus step drops of this part's documents, for a stage that begins with that."""
         return self.path / f"stage-{stage}" / f"drops-{self.part}"
 
+    def draft(self, directory: Path) -> Path:
+        """Where this part makes a directory before it has its name."""
+        return directory.with_name(f"{directory.name}.{self.part}.tmp")
+
     @contextmanager
     def finishing(self, directory: Path) -> Iterator[Path]:
         """A temporary directory, empty, that becomes ``directory`` at the end; nothing when that is there by then."""
-        draft = directory.with_name(f"{directory.name}.{self.part}.tmp")
+        draft = self.draft(directory)
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         try:

@@ -1,7 +1,8 @@
-"""What every test shares: no network, one pool of ranks that ends with the run, and ``--nightly``."""
+"""What every test shares: no network, one thread, one pool of ranks that ends with the run, and ``--nightly``."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import pytest
 from megatron_lite.testing.offline import refuse_network
 from megatron_lite.testing.ranks import close_pool
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: threads of several tests at once wait for each other, spinning
 refuse_network()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in its background; tests send it
 

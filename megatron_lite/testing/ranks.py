@@ -1,6 +1,6 @@
 """A pool of ranks for tests: real processes, a real gloo group, started once.
 
-Importing torch takes seconds, so processes are spawned when first needed and then kept for the whole test run.
+Importing torch takes seconds, so one process does it and forks the ranks, which are kept for the whole test run.
 ``run_ranks(n, function, *args)`` gives the function to ranks 0..n-1, each with a fresh default group of n over a
 file (no port is taken), one thread and a fixed torch seed, and returns what each returned. If a rank raises, the test
 fails with the first traceback and the values at its last line; if one hangs, the error shows where every rank stands,
@@ -69,10 +69,13 @@ def _pool() -> RankPool:
 
 
 class RankPool:
-    """Spawned ranks, each with a pipe; grows on demand."""
+    """Ranks, each with a pipe; grows on demand."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        forks = sys.platform == "linux"
+        self._context = multiprocessing.get_context("forkserver" if forks else "spawn")
+        if forks:
+            self._context.set_forkserver_preload(["torch.distributed", "megatron_lite.testing.layouts"])
         self._ranks: list[tuple[Any, Connection]] = []
         self._folder: Path | None = None
         self._jobs = 0
@@ -121,12 +124,12 @@ class RankPool:
         started = []
         while len(self._ranks) < n:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
             started.append(ours)
-        for connection in started:  # import torch in all of them at once, outside of any job's time
+        for connection in started:  # torch is imported outside of any job's time
             if not connection.poll(180):
                 self.close()
                 raise RankHang("a rank did not start within 180 s")
@@ -178,7 +181,7 @@ class RankPool:
         return "".join(texts)
 
 
-def _serve(connection: Connection, parent: int) -> None:
+def _serve(connection: Connection) -> None:
     """A rank: take jobs until the pipe closes."""
     names = [name for _, name in socket.if_nameindex()]
     os.environ["GLOO_SOCKET_IFNAME"] = next((n for n in ("lo", "lo0") if n in names), names[0])
@@ -188,7 +191,7 @@ def _serve(connection: Connection, parent: int) -> None:
     from megatron_lite.mesh.local import die_with_parent
     from megatron_lite.testing.offline import refuse_network
 
-    die_with_parent(parent)
+    die_with_parent()
     refuse_network()
     torch.set_num_threads(1)
     connection.send("ready")

@@ -20,11 +20,11 @@ import pytest
 from clean_pipelines import SMALL_BLOCKS, Once, files_of, killed_at, lines_of, one_run, pipeline, plain_loop, records, silent, write_corpus  # isort: skip
 from selectolax.lexbor import LexborHTMLParser
 
-from megatron_lite.clean import pipeline_input, pipeline_output
+from megatron_lite.clean import pipeline_input, pipeline_keys, pipeline_output
 from megatron_lite.clean.config import Pipeline, StepConfig, step_class
 from megatron_lite.clean.pipeline import Run, RunOptions
 from megatron_lite.clean.pipeline_input import shares
-from megatron_lite.clean.pipeline_keys import by_bucket
+from megatron_lite.clean.pipeline_keys import by_bucket, gather_drops
 from megatron_lite.clean.pipeline_stage import DROPS, StepFailed, between
 from megatron_lite.clean.pipeline_work import PartsMissing, PlanDiffers
 from megatron_lite.clean.shards import ShardReader, write_list
@@ -449,6 +449,20 @@ def test_what_parts_drop_is_found_without_reading_all_of_it() -> None:
         for last in range(first, 11):
             wanted = [d for d in drops.tolist() if first <= d[0] <= last]
             assert between(drops, first, last).tolist() == wanted
+
+
+@pytest.mark.parametrize("together", [0, 5, 1 << 20])
+def test_what_many_buckets_drop_is_gathered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    monkeypatch.setattr(pipeline_keys, "_TOGETHER", together)
+    chance, buckets, everything = random.Random(1), [], set()
+    for bucket in range(9):
+        some = sorted({(chance.randrange(30), chance.randrange(3)) for _ in range(chance.randrange(20))})
+        everything |= set(some)
+        buckets.append(tmp_path / str(bucket))
+        buckets[-1].mkdir()
+        np.array(some, DROPS).tofile(buckets[-1] / "drops")
+    gather_drops(buckets, 4, 25, tmp_path / "gathered")
+    assert np.fromfile(tmp_path / "gathered", DROPS).tolist() == sorted(d for d in everything if 4 <= d[0] <= 25)
 
 
 def test_parts_that_run_at_once_finish_together(tmp_path: Path, corpus: list[Path], whole: Path) -> None:

@@ -19,6 +19,8 @@ from megatron_lite.clean.pipeline_stage import DROPS, between, read_array, taken
 from megatron_lite.clean.shards import write_whole
 from megatron_lite.clean.step import CorpusStep, bucket_path
 
+_TOGETHER = 1 << 20  # decisions that are sorted at a time, at least
+
 
 def by_bucket(keys: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """(bucket, places of its keys, ascending) of the buckets that occur."""
@@ -101,11 +103,21 @@ def decide_bucket(config: StepConfig, scratch: Path, bucket: int, parts: Sequenc
 
 def gather_drops(decided: Sequence[Path], first: int | None, last: int | None, into: Path) -> None:
     """Write the decisions about the documents from number ``first`` to ``last`` as one sorted file of :data:`DROPS`."""
-    found = [np.empty(0, DROPS)]
-    if first is not None and last is not None:
-        found += [np.array(between(read_array(directory / "drops", DROPS), first, last)) for directory in decided]
-    drops = np.concatenate(found)
-    drops = drops[np.lexsort((drops["unit"], drops["number"]))]
-    is_new = np.ones(len(drops), bool)  # several keys may drop a document
-    is_new[1:] = drops[1:] != drops[:-1]
-    drops[is_new].tofile(into)
+    found = np.empty(0, DROPS)
+    more: list[np.ndarray] = []  # not looked at yet: buckets tell of the same documents again and again
+    for directory in decided:
+        if first is None or last is None:  # there are no documents
+            break
+        more.append(np.array(between(read_array(directory / "drops", DROPS), first, last)))
+        if sum(map(len, more)) > len(found) + _TOGETHER:
+            found, more = _each_once([found, *more]), []
+    _each_once([found, *more]).tofile(into)
+
+
+def _each_once(drops: Sequence[np.ndarray]) -> np.ndarray:
+    """Some :data:`DROPS` as one array, sorted."""
+    found = np.concatenate(drops)
+    found = found[np.lexsort((found["unit"], found["number"]))]
+    is_new = np.ones(len(found), bool)
+    is_new[1:] = found[1:] != found[:-1]
+    return found[is_new]

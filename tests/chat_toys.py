@@ -27,8 +27,9 @@ SPECIAL = [
     "</s>",
 ]
 NOW = datetime(2024, 5, 6)
+ROOT = Path(__file__).resolve().parents[1]
 
-# Written for these tests, in the styles of public models.
+# In the styles of public models.
 CHATML = """{% for m in messages %}
 <|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -36,16 +37,7 @@ CHATML = """{% for m in messages %}
 {% if add_generation_prompt %}
 <|im_start|>assistant
 {% endif %}"""
-CHATML_MARKED = """{%- for m in messages -%}
-<|im_start|>{{ m.role + '\\n' }}
-{%- if m.role == 'assistant' -%}
-{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}
-{%- else -%}
-{{ m.content }}<|im_end|>
-{%- endif -%}
-{{ '\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif -%}"""
+CHATML_MARKED = (ROOT / "examples" / "fine_tuning" / "chatml.jinja").read_text(encoding="utf-8")
 LLAMA3 = """{{ bos_token }}{% if tools %}<|head|>tools<|tail|>\n\n{{ tools | tojson }}<|eot|>{% endif %}
 {% for m in messages %}<|head|>{{ m['role'] }}<|tail|>
 

@@ -258,7 +258,7 @@ def test_templates_that_change_their_mind_are_refused(model: Path, tmp_path: Pat
     assert "the template refuses it: roles must alternate" in why_bad(folder, SYSTEM)
     folder = tokenizer_with(model, tmp_path / "v", "{{ messages[0].nothing.here }}")
     assert "the template refuses it" in why_bad(folder, TALK)
-    parts = [{"role": "user", "content": [{"type": "text", "text": "q"}]}, TALK[1]]
+    parts: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "q"}]}, TALK[1]]
     folder = tokenizer_with(model, tmp_path / "w", CHATML)
     assert "writes an array of parts as it stands" in why_bad(folder, parts)
 

@@ -9,23 +9,12 @@ Writes ``base.jsonl`` (texts to train a base model on), ``train.jsonl`` and ``he
 import argparse
 import json
 import random
+import shutil
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 START, END = "<|im_start|>", "<|im_end|>"
-TEMPLATE = """\
-{%- for message in messages -%}
-<|im_start|>{{ message.role + '\\n' }}
-{%- if message.role == 'assistant' -%}
-{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}
-{%- else -%}
-{{ message.content }}<|im_end|>
-{%- endif -%}
-{{ '\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif -%}
-"""
 CAPITALS = {
     "Austria": "Vienna", "Chile": "Santiago", "China": "Beijing", "Egypt": "Cairo", "France": "Paris",
     "Germany": "Berlin", "India": "New Delhi", "Italy": "Rome", "Japan": "Tokyo", "Kenya": "Nairobi",
@@ -76,7 +65,7 @@ def main() -> None:
     tokenizer.train_from_iterator([*texts, "user\nassistant\nsystem\n"], trainer)
     tokenizer.save(str(out / "tokenizer" / "tokenizer.json"))
     (out / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}) + "\n")
-    (out / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
+    shutil.copy(Path(__file__).with_name("chatml.jinja"), out / "tokenizer" / "chat_template.jinja")
     print(f"{out}: {', '.join(f'{len(r)} in {n}.jsonl' for n, r in files.items())}, tokenizer")
 
 

@@ -312,7 +312,7 @@ def summary(counts: ChatCounts, options: ChatOptions, seconds: float | None = No
     speed = "" if seconds is None else f" in {seconds:.1f} s ({counts.bytes / 1e6 / seconds:.1f} MB/s)"
     lines = [
         f"{counts.documents:,} conversations, {counts.tokens:,} tokens{speed}",
-        f"the loss counts {counts.counted:,} tokens ({100 * counts.counted / counts.tokens:.1f}%) of {counts.turns:,} turns",
+        f"the loss counts {counts.counted:,} tokens ({100 * counts.counted / max(1, counts.tokens):.1f}%) of {counts.turns:,} turns",
         *skipped(counts).splitlines(),
     ]
     if counts.truncated:

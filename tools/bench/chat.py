@@ -30,16 +30,7 @@ from megatron_lite.data.loader import Loader
 from megatron_lite.data.packing import plan_rows
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPLATE = """{%- for m in messages -%}
-<|im_start|>{{ m.role + '\\n' }}
-{%- if m.role == 'assistant' -%}
-{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}
-{%- else -%}
-{{ m.content }}<|im_end|>
-{%- endif -%}
-{{ '\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif -%}"""
+TEMPLATE = (ROOT / "examples" / "fine_tuning" / "chatml.jinja").read_text(encoding="utf-8")
 WITHOUT_MARKS = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 

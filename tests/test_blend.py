@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -211,3 +212,27 @@ def test_names_of_members():
     members = [Member(d, 10, endless=True) for d in range(4)]
     blended = BlendedDataset(members, WindowsBlend([1, 1, 1, 1], 16), ["a", "b", "a", "a"])
     assert blended.consumed(8) == {"a": 2, "b": 2, "a (2)": 2, "a (3)": 2}
+
+
+def test_a_megatron_blend_is_walked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cache directory, later starts compute the chunks that are asked for; other weights or sizes are others."""
+    weights, size, told = [0.2, 0.0, 0.5, 0.3], 3000, []
+    plain = MegatronBlend(weights, size, chunk=64)
+    made = MegatronBlend(weights, size, chunk=64, cache=tmp_path)
+    assert len(list((tmp_path / "orders").glob("blend-*.order"))) == 1
+    calls: list[int] = []
+    greedy = blend_module.greedy
+    monkeypatch.setattr(blend_module, "greedy", lambda *args: calls.append(args[2]) or greedy(*args))
+    found = MegatronBlend(weights, size, chunk=64, cache=tmp_path, tell=told.append)
+    assert found.locate(size - 1) == plain.locate(size - 1) and len(calls) == 47 + 1  # of plain, and of found
+    for blend in (made, found):
+        assert [blend.locate(i) for i in range(size)] == plain_greedy(weights, size)
+        for n in (0, 1, 63, 64, 65, 1000, size):
+            assert blend.consumed(n) == plain.consumed(n)
+    (file,) = (tmp_path / "orders").glob("blend-*.order")
+    file.write_bytes(file.read_bytes()[:-9])
+    assert MegatronBlend(weights, size, chunk=64, cache=tmp_path, tell=told.append).locate(2999) == plain.locate(2999)
+    assert len(told) == 1 and "cut off" in told[0]
+    for other, length in (([0.2, 0.0, 0.3, 0.5], size), (weights, size + 1)):
+        blend = MegatronBlend(other, length, chunk=64, cache=tmp_path)
+        assert [blend.locate(i) for i in range(length)] == plain_greedy(other, length)

@@ -8,7 +8,8 @@ whatever the size of the blend, which has no end: members go on with their next 
 
 Weights are exact here (a float is a fraction), so every rank agrees on every quota. How many samples of each member lie
 before a position is computed from the quotas and the rule, never counted along the way, so a resumed run knows it too. The
-rule itself is compiled where it can be: the megatron order walks through it up to the last sample when a run starts.
+rule itself is compiled where it can be: the megatron order walks through it up to the last sample when a run starts. Of
+what it finds the counts at every 65,536th position are kept in a cache directory, from which any position is soon computed.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from decimal import Context, Decimal
 from fractions import Fraction
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from megatron_lite.data.helper import index_helper
+from megatron_lite.data.order_cache import Arrays, cached_arrays
 from megatron_lite.data.row import Dataset, Row
 
 _index = index_helper()
@@ -88,17 +91,22 @@ class _Greedy:
         self._used = np.flatnonzero(weights)
         self._weights, self._quotas = weights[self._used], None if quotas is None else quotas[self._used]
         self._size, self._chunk = size, chunk
-        self._taken = [np.zeros(len(weights), dtype=np.int64)]  # at the borders known so far
+        self.taken: list[np.ndarray] | np.ndarray = [np.zeros(len(weights), dtype=np.int64)]  # at the borders known so far
 
     def members(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """(member at each position of a chunk, int64; samples of each member before the chunk, int64 [members])."""
-        for n in range(min(number, len(self._taken) - 1), number + 1):
-            first, taken = n * self._chunk, self._taken[n]
+        for n in range(min(number, len(self.taken) - 1), number + 1):
+            first, taken = n * self._chunk, self.taken[n]
             length = min(self._chunk, self._size - first)
             members = self._used[greedy(self._weights, length, first, taken[self._used], self._quotas)]
-            if n + 1 == len(self._taken):
-                self._taken.append(taken + np.bincount(members, minlength=len(taken)))
-        return members, self._taken[number]
+            if isinstance(self.taken, list) and n + 1 == len(self.taken):
+                self.taken.append(taken + np.bincount(members, minlength=len(taken)))
+        return members, self.taken[number]
+
+    def borders(self) -> Arrays:
+        """The counts at all borders: int64 [chunks + 1, members]."""
+        self.members(-(-self._size // self._chunk) - 1)
+        return {"taken": np.array(self.taken)}
 
 
 class _Blend:
@@ -219,13 +227,31 @@ class MegatronBlend(_Blend):
     Args:
         weights: normalised; a member with weight 0 is never drawn.
         size: positions.
+        chunk: positions computed at a time.
+        cache: directory in which the counts at the borders of chunks are kept; None, or where few: they are found here.
+        tell: gets what is worth knowing about the cache.
+
+    Raises:
+        OSError: the cache cannot be written.
     """
 
-    def __init__(self, weights: Sequence[float] | np.ndarray, size: int, chunk: int = BLOCK) -> None:
+    def __init__(
+        self,
+        weights: Sequence[float] | np.ndarray,
+        size: int,
+        chunk: int = BLOCK,
+        *,
+        cache: Path | None = None,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
         weights = np.asarray(weights, dtype=np.float64)
         check_weights(weights.tolist())
-        super().__init__(chunk, len(weights), _Greedy(weights, size, chunk).members)
+        rule = _Greedy(weights, size, chunk)
+        super().__init__(chunk, len(weights), rule.members)
         self.size = size
+        if cache is not None and size > _CHUNKS_KEPT * chunk:
+            key = {"order": "megatron blend", "weights": [w.hex() for w in weights.tolist()], "size": size, "chunk": chunk}
+            rule.taken = cached_arrays(cache / "orders" / "blend", key, rule.borders, tell)["taken"]
 
 
 def greedy(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron_lite.config.problem import Problem
 from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data.blend import BlendedDataset, MegatronBlend, WindowsBlend, normalised, tempered
@@ -77,6 +79,7 @@ class Split:
     ) -> None:
         self.name, self.title, self.data, self.asked, self.seed = name, TITLES[name], data, asked, seed
         self.vocab_size, self.result, self.curriculum = vocab_size, result, curriculum
+        self.cache = Path(data.data_cache_path) if data.data_cache_path else None
         self.places: dict[int, int] = {}  # of sources that are packed: tokens and padding of an epoch's rows
 
     def build(self, parts: list[Part]) -> Dataset | None:
@@ -109,7 +112,7 @@ class Split:
         padding = self.result.eod_id or 0
         packed = PackedDataset(
             stream, size, self.seed, salt=part.number, vocab_size=self.vocab_size, padding_id=padding,
-            cache=Path(self.data.data_cache_path) if self.data.data_cache_path else None, tell=self.result.notices.append,
+            cache=self.cache, tell=self.result.notices.append,
         )  # fmt: skip
         self.result.summary.append(f"{stream.name}: {packed.describe()}")
         self.places[part.number] = len(packed) * size
@@ -164,7 +167,7 @@ class Split:
             members = [self._megatron_member(p, None) for p in parts]
             lengths = [len(m) for m in members]
             if self.asked <= sum(lengths):
-                return BlendedDataset(members, MegatronBlend(normalised(lengths), self.asked), names)
+                return BlendedDataset(members, self._megatron_blend(normalised(lengths), self.asked), names)
             self.result.notices.append(
                 f"{self.asked} {self.title} samples asked of {sum(lengths)} in one epoch of sources without weights: they "
                 "are repeated in proportion to their lengths (Megatron-LM would run out of data)"
@@ -174,14 +177,17 @@ class Split:
             weights = normalised(self._weights(parts))
         counts = [math.ceil(self.asked * w) for w in weights.tolist()]
         members = [self._megatron_member(p, math.ceil(c * (1 + SURPLUS))) for p, c in zip(parts, counts, strict=True)]
-        return BlendedDataset(members, MegatronBlend(normalised(weights.tolist()), sum(counts)), names)
+        return BlendedDataset(members, self._megatron_blend(normalised(weights.tolist()), sum(counts)), names)
+
+    def _megatron_blend(self, weights: np.ndarray, size: int) -> MegatronBlend:
+        return MegatronBlend(weights, size, cache=self.cache, tell=self.result.notices.append)
 
     def _megatron_member(self, part: Part, asked: int | None) -> MegatronDataset:
         stream, eod_id = part.stream, self.result.eod_id if self.data.document_mask else None
         return MegatronDataset(
             stream.dataset, stream.part, self.data.seq_length, asked, self.seed,
             eod_id=eod_id, vocab_size=self.vocab_size, name=stream.name,
-            cache=Path(self.data.data_cache_path) if self.data.data_cache_path else None, tell=self.result.notices.append,
+            cache=self.cache, tell=self.result.notices.append,
         )  # fmt: skip
 
     def _summarise(self, parts: list[Part], dataset: Dataset) -> None:

@@ -507,6 +507,16 @@ def test_pool_keeps_order_and_tells_failures_after_earlier_results() -> None:
         assert error.value.item == 50
 
 
+def test_memory_that_cannot_be_had_is_not_a_worker_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: object, value: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with OrderedPool(1, make_square) as pool:
+        monkeypatch.setattr("megatron_lite.text.pool._Shared.put", full)
+        with pytest.raises(OSError, match="No space left"):
+            list(pool.map(iter([1])))
+
+
 def test_pool_does_not_run_ahead_without_end() -> None:
     taken = []
 
@@ -607,10 +617,10 @@ def test_interrupt_while_workers_start(tmp_path: Path, delay: float) -> None:
 
 @WORKERS
 def test_full_disk(tmp_path: Path, workers: int) -> None:
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 512, 64 * 512))
+    def limit() -> None:  # of files, and of what is said to workers
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, 3 << 20))
 
-    process = start_tool(tmp_path, workers, lines=20_000, preexec_fn=limit)
+    process = start_tool(tmp_path, workers, lines=150_000, preexec_fn=limit)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and errors.startswith("error: ") and errors.count("\n") == 1
     assert "(while writing " in errors and ".tmp)" in errors and "nothing was written" in errors

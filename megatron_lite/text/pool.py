@@ -130,9 +130,10 @@ class _Worker:
     hand: list[_Held] = field(default_factory=list)  # the oldest comes first
 
     def say(self, held: _Held, value: Any) -> None:
-        """An item, or an answer about it. Raises WorkerDied."""
+        """An item, or an answer about it. Raises WorkerDied, or OSError where there is no memory for it."""
+        size = self.memory[held.slot].put(value)  # memory that cannot be had is not the worker's end
         try:
-            self.pipe.send((held.slot, self.memory[held.slot].put(value)))
+            self.pipe.send((held.slot, size))
         except OSError:
             raise self.died() from None
 

@@ -3,8 +3,9 @@
 A filter never forgets, so no duplicate survives; but it takes some new units for old ones. With m bits, k hash functions
 and n units in it, that happens to a new unit with the probability ``p(n) = (1 - exp(-k n / m))^k``. The filter is sized
 so that p is ``error_rate`` when ``expected`` different units are in it. While it fills, p is lower: of all units the share
-that is dropped wrongly is about a seventh of 0.001, a fifth of 0.01, and the report has their expected number, the
-integral of p from the number of units that were there at the start to the number at the end.
+that is dropped wrongly is about a seventh of 0.001, a fifth of 0.01, and the report has their expected number. Until a filter
+takes one more, p / (1 - p) new ones are dropped in the mean: their number is the integral of that from the number of units
+that were there at the start to the number at the end.
 
 Each bucket has a filter of its own (package ``rbloom``), larger than its share of ``expected`` by four standard
 deviations of the number of units that fall into it. A saved filter can be used by a run with the same settings only.
@@ -150,10 +151,11 @@ def error_rate(held: float, bits: int, k: int) -> float:
 
 
 def wrong_drops(before: int, held: int, bits: int, k: int) -> float:
-    """Expected number of units that were dropped wrongly while a filter grew: the integral of :func:`error_rate`."""
+    """Expected number of units that were dropped wrongly while a filter grew: the integral of p / (1 - p)."""
     steps = np.linspace(before, held, 257)
-    rates = (1 - np.exp(-k * steps / bits)) ** k
-    return float(((rates[1:] + rates[:-1]) / 2 * np.diff(steps)).sum())
+    taken = 1 - (1 - np.exp(-k * steps / bits)) ** k
+    odds = 1 / taken - 1
+    return float(((odds[1:] + odds[:-1]) / 2 * np.diff(steps)).sum())
 
 
 def arithmetic() -> int:

@@ -1,8 +1,9 @@
 """README and docs: their commands run, their names exist, and the Chinese pages have the same commands.
 
 Blocks of ```` ```bash ```` are run, each page's in order, in a directory that looks like the repository. What takes long is run
-in a short form (:data:`SHORT`); its long form has a test of its own, which is named there. Blocks marked ``cluster`` or ``gpu``
-are not started: their scripts and flags are parsed.
+in a short form (:data:`SHORT`); its long form has a test of its own, which is named there. The programs are those of
+``warm.py``, with ``--nightly`` the real ones. Blocks marked ``cluster`` or ``gpu`` are not started: their scripts and flags are
+parsed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from warm import programs
 
 from megatron_lite.cli.train import resolve_model
 from megatron_lite.config.flags import ABSENT, ACCEPTED, ALIASES, REFUSED, known_flags
@@ -87,16 +89,11 @@ def short_form(text: str) -> str:
 # ---- commands run
 
 
-def workplace(directory: Path) -> dict[str, str]:
+def workplace(directory: Path, warm: bool) -> dict[str, str]:
     """Make a directory look like the repository, with its programs on the path; returns the environment."""
     for part in COPIED:
         (directory / part).symlink_to(ROOT / part)
-    programs = directory / "bin"
-    programs.mkdir()
-    script = programs / "megatron-lite"
-    script.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m megatron_lite "$@"\n')
-    script.chmod(0o755)
-    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    path = os.pathsep.join([programs(directory / "bin", warm), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHONPATH")
     kept = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith("SLURM_")}
     return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -107,8 +104,8 @@ RUNNABLE = [p for p in PAGES if p.name not in {Path(c).name for c in CHINESE.val
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", RUNNABLE, ids=name)
-def test_commands_run(page: Path, tmp_path: Path, seen: set[str]) -> None:
-    environment = workplace(tmp_path)
+def test_commands_run(page: Path, tmp_path: Path, seen: set[str], request: pytest.FixtureRequest) -> None:
+    environment = workplace(tmp_path, warm=not request.config.getoption("--nightly"))
     for block in blocks(page):
         if block.info != "bash":
             continue

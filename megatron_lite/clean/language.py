@@ -83,10 +83,8 @@ class Language(LocalStep):
         seen = sample(text, self.options.sample_bytes)
         if len(seen.encode()) < self.options.min_bytes:
             return None, "language unknown: too short"
-        best = self.detector.detect(seen, model="lite")
-        if not best or best[0]["score"] < self.options.min_score:
-            return None, "language unknown: the model is not sure"
-        return best[0]["lang"], ""
+        sure = self.detector.detect(seen, model="lite", threshold=self.options.min_score)
+        return (sure[0]["lang"], "") if sure else (None, "language unknown: the model is not sure")
 
     @staticmethod
     def problems(options: LanguageOptions) -> list[str]:

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from warm import programs
 
 ROOT = Path(__file__).parent.parent
 PARTS = ROOT / "examples" / "quickstart"
@@ -64,7 +65,8 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     (cwd / "a run" / "checkpoints" / "step_00000999").mkdir(parents=True)
     (cwd / "a run" / "unbroken").mkdir()
     (cwd / "a run" / "unbroken" / "metrics.jsonl").write_text('{"step": 101, "loss": 0.0}\n')
-    return (cwd / "a run", *quickstart(cwd, "--quick", "--out", "a run"))
+    path = programs(tmp_path_factory.mktemp("programs") / "bin")  # the full form takes the real ones
+    return (cwd / "a run", *quickstart(cwd, "--quick", "--out", "a run", path=path))
 
 
 @pytest.mark.timeout(500)

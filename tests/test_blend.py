@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_lite.data import blend as blend_module
 from megatron_lite.data.blend import BlendedDataset, MegatronBlend, WindowsBlend, check_weights, normalised, tempered
-from megatron_lite.data.helper import index_helper
 from megatron_lite.data.row import Row
+from megatron_lite.ops.library import index_module
 
 CASES = [(0.001, 0.999), (1e-9, 1), (0, 1), (3, 7), (0.5, 0.5), (0.3333, 0.3333, 0.3334), (1,)]
 
@@ -119,7 +119,7 @@ def test_megatron_counts():
 
 
 def test_compiled_helper_equals_numpy(monkeypatch):
-    helper = index_helper() or pytest.skip("the data helper has not been built")
+    helper = index_module()[0] or pytest.skip("the data helper has not been built")
     for weights in ([0.2, 0.0, 0.5, 0.3], [0.3333, 0.3333, 0.3334], list(normalised(range(1, 30)))):
         monkeypatch.setattr(blend_module, "_index", helper)
         fast = MegatronBlend(weights, 5000, chunk=512)

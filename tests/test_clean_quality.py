@@ -18,7 +18,7 @@ from megatron_lite.clean.quality_lines import cut_lines
 from megatron_lite.clean.quality_measures import Measurer, Measures, class_table, measurer
 from megatron_lite.clean.step import Document
 from megatron_lite.clean.word_list import word_pattern
-from megatron_lite.data.helper import index_helper
+from megatron_lite.ops.library import index_module
 
 PROSE = next(d["text"] for d in labelled() if d["id"] == "en-1").replace("\n", " ")  # 130 words
 
@@ -204,7 +204,7 @@ def same(measures: Measures) -> tuple:
 
 def test_compiled_measures_are_their_definitions(documents: list[Labels]) -> None:
     need_kernels()
-    if index_helper() is None:
+    if index_module()[0] is None:
         pytest.skip("the helpers were built after this process had looked for them")
     table, rng = class_table(), random.Random(4)
     letters = "ab的の。…. \n\t#•-A1１é̀ｱ😀\u200b𠀀…の的a\n\n"

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from megatron_lite.data.access import Access
 from megatron_lite.data.describe import describe, verify
-from megatron_lite.data.helper import index_helper
 from megatron_lite.data.index_format import DTYPES, DatasetMeta, IndexHeader
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, choose_dtype
 from megatron_lite.data.parts import merge
 from megatron_lite.data.sources import open_all
+from megatron_lite.ops.library import index_module
 
 CODES = {code: dtype.str.lstrip("<|") for code, dtype in DTYPES.items()}
 
@@ -131,7 +131,7 @@ def test_document_starts(tmp_path_factory, documents):
 
 
 def test_the_compiled_search_refuses_what_lies_outside(tmp_path):
-    helper = index_helper() or pytest.skip("the data helper has not been built")
+    helper = index_module()[0] or pytest.skip("the data helper has not been built")
     data = bytes(100)
     helper.Borders(data, 34, 8, 0, 4, 2)
     for wrong in ((34, 9, 0, 4, 2), (-1, 1, 0, 4, 2), (34, 8, 90, 2, 2), (34, -1, 0, 4, 2), (34, 8, 0, 4, 0), (0, 2**61, 0, 1, 1)):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_lite.data import megatron_order
-from megatron_lite.data.helper import index_helper
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.data.megatron_order import MegatronDataset, plan_epochs, sample_index, samples_asked
+from megatron_lite.ops.library import index_module
 
 
 def make(path, lengths) -> IndexedDataset:
@@ -130,7 +130,7 @@ def test_documents_from_eod(tmp_path):
 
 
 def test_compiled_helper_equals_numpy(monkeypatch):
-    helper = index_helper() or pytest.skip("the data helper has not been built")
+    helper = index_module()[0] or pytest.skip("the data helper has not been built")
     rng = np.random.default_rng(0)
     for _ in range(300):
         lengths = rng.integers(0, 9, size=rng.integers(1, 12)).astype(np.int32)

@@ -19,9 +19,9 @@ from megatron_lite.clean.minhash import MinHash, MinHashOptions, bands_and_rows
 from megatron_lite.clean.shingle_sets import SetReader, SetWriter, set_path
 from megatron_lite.clean.shingles import hasher, shared_by_numpy, similarity, token_hashes
 from megatron_lite.clean.step import Document
-from megatron_lite.data.helper import index_helper
+from megatron_lite.ops.library import index_module
 
-needs_helper = pytest.mark.skipif(index_helper() is None, reason="csrc is not built")
+needs_helper = pytest.mark.skipif(index_module()[0] is None, reason="csrc is not built")
 
 
 def tokens_by_hand(text: str) -> list[str]:
@@ -71,7 +71,7 @@ def test_both_forms_agree():
                 assert a.dtype == b.dtype and a.tolist() == b.tolist()
     for _ in range(50):
         a, b = (np.unique(np.array(rng.sample(range(60), rng.randrange(0, 40)), np.uint32)) for _ in range(2))
-        assert index_helper().shared(a, b) == shared_by_numpy(a, b) == len(set(a.tolist()) & set(b.tolist()))
+        assert index_module()[0].shared(a, b) == shared_by_numpy(a, b) == len(set(a.tolist()) & set(b.tolist()))
 
 
 def test_tokens_and_shingles_are_those_of_the_definition():

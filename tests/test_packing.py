@@ -17,11 +17,9 @@ from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data.batch import Batch, Row, make_batch
 from megatron_lite.data.build import build_datasets
 from megatron_lite.data.index_format import mask_prefix
-from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, TokenStream, open_mask
 from megatron_lite.data.loader import Loader
-from megatron_lite.data.loss_mask import open_mask
 from megatron_lite.data.packing import PackedDataset, best_fit, plan_rows
-from megatron_lite.data.stream import TokenStream
 from megatron_lite.data.windows import WindowDataset
 from megatron_lite.mesh.layout import Layout
 from megatron_lite.model.llama import Llama

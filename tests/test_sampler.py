@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, TokenStream
 from megatron_lite.data.sampler import Sampler, merge_ranges
-from megatron_lite.data.stream import TokenStream
 from megatron_lite.data.windows import WindowDataset
 
 

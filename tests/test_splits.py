@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.data.splits import parse_split, split_ranges
+from megatron_lite.data.sources import parse_split, split_ranges
 
 
 @pytest.mark.parametrize(

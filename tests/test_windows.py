@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from test_indexed import sparse_dataset
 
 from megatron_lite.data import permutation
-from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, TokenStream
 from megatron_lite.data.permutation import Permutation, below, key64, mix64, mix64_array
-from megatron_lite.data.stream import TokenStream
 from megatron_lite.data.windows import WindowDataset
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from megatron_lite.clean.bucket_file import BucketFile
 from megatron_lite.clean.shingle_sets import SavedSets, SetReader
 from megatron_lite.clean.shingles import shared_by_numpy, similarity
-from megatron_lite.data.helper import index_helper
+from megatron_lite.ops.library import index_module
 
 # `band`: hash of a band of the signature and its number; `home`: the bucket of the first band, where the set is saved;
 # `file`, `position`: where the set lies meanwhile.
@@ -30,7 +30,7 @@ class Bucket:
         self._keys, self._sets, self._saved = keys, sets, saved
         self._old = {name: np.empty(0, dtype) if file is None else file.read(name) for name, dtype in SAVED.items()}
         self.old = len(self._old["band"])
-        helper = index_helper()
+        helper = index_module()[0]
         self._shared = shared_by_numpy if helper is None else helper.shared
 
     def groups(self) -> Iterator[list[int]]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lite.clean.languages import Language
-from megatron_lite.data.helper import index_helper
+from megatron_lite.ops.library import index_module
 
 BULLETS = "•‣◦▪■●○□◆◇★*-·・"
 TABLE_SIZE = 0x20000  # code points beyond are ideographs for us
@@ -223,7 +223,7 @@ def _duplicate(words: list[str], size: Callable[[str], int], n: int) -> int:
 
 def measurer(language: Language, table: np.ndarray) -> Callable[[str], Measures]:
     """The function that measures texts of a language."""
-    compiled = index_helper()
+    compiled = index_module()[0]
     if compiled is None:
         return Measurer(language, table).measure
     bounds = language.bounds

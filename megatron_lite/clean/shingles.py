@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.data.helper import index_helper
+from megatron_lite.ops.library import index_module
 
 SEPARATOR, WORD, ALONE = 0, 1, 2
 CODES = 0x33480  # no letter that is assigned lies beyond
@@ -85,7 +85,7 @@ def hasher(ngram: int, count: int, helper: Any = None) -> Hasher:
         count: permutations.
         helper: the compiled module; None: it is looked for, False: NumPy does the work.
     """
-    helper = index_helper() if helper is None else helper
+    helper = index_module()[0] if helper is None else helper
     a, b = permutations(count)
     if helper:
         compiled = helper.MinHasher(character_classes(), ngram, a, b)

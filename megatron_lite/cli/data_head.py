@@ -45,8 +45,7 @@ def run(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     any_name_prints()
     from megatron_lite.data.index_format import prefix_of
-    from megatron_lite.data.indexed import IndexedDataset
-    from megatron_lite.data.loss_mask import open_mask
+    from megatron_lite.data.indexed import IndexedDataset, open_mask
 
     try:
         dataset = IndexedDataset(prefix_of(args.prefix))

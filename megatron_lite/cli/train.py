@@ -159,7 +159,7 @@ def model_function(config: RunConfig[Any], layout: Layout) -> list[str]:
 
 def split_function(config: RunConfig[Any], layout: Layout) -> list[str]:
     """What the data's room has to say about ``--split``."""
-    from megatron_lite.data.splits import parse_split
+    from megatron_lite.data.sources import parse_split
 
     try:
         training = parse_split(config.data.split)[0]

@@ -33,7 +33,7 @@ def data_problems(config: RunConfig[Any]) -> list[Problem]:
 
 
 def source_problems(data: DataConfig, evaluation: EvaluationConfig) -> list[Problem]:
-    """Where the tokens come from. (``--split`` is read, and checked, by :mod:`megatron_lite.data.splits`.)"""
+    """Where the tokens come from. (``--split`` is read, and checked, by :mod:`megatron_lite.data.sources`.)"""
     found = []
     own = [name for name in OWN_SPLITS if getattr(data, name)]
     if not data.mock_data:

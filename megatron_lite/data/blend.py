@@ -25,11 +25,11 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_lite.data.helper import index_helper
 from megatron_lite.data.order_cache import Arrays, cached_arrays
 from megatron_lite.data.row import Dataset, Row
+from megatron_lite.ops.library import index_module
 
-_index = index_helper()
+_index = index_module()[0]
 
 BLOCK = 65536
 CHUNK = 4096  # positions of a block computed at a time, so that no row waits for a whole one

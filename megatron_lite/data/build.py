@@ -16,19 +16,20 @@ from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data.access import Access
 from megatron_lite.data.blend import BlendedDataset
 from megatron_lite.data.curriculum import Curriculum, ShorterRows, load_curriculum
-from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.indexed import IndexedDataset, TokenStream
 from megatron_lite.data.mock import MockDataset
 from megatron_lite.data.one_split import TITLES, Datasets, Part, Split
 from megatron_lite.data.sources import (
+    SPLIT_NAMES,
     Source,
     agreed_eod,
     open_all,
     parse_sources,
+    parse_split,
+    split_ranges,
     tokenizer_notices,
     vocabulary_problems,
 )
-from megatron_lite.data.splits import SPLIT_NAMES, parse_split, split_ranges
-from megatron_lite.data.stream import TokenStream
 from megatron_lite.data.transform import TransformedRows, load_transform
 
 

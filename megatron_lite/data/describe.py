@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.data.index_format import mask_prefix, pieces
-from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.data.loss_mask import open_mask
+from megatron_lite.data.indexed import IndexedDataset, open_mask
 
 _CHUNK = 1 << 20
 

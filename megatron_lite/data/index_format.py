@@ -175,7 +175,7 @@ def prefix_paths(prefix: str | Path) -> tuple[Path, Path, Path]:
 
 
 def mask_prefix(prefix: str) -> str:
-    """Where the loss mask of a data set is (:mod:`.loss_mask`)."""
+    """Where the loss mask of a data set is (:mod:`.indexed`)."""
     return prefix + MASK_SUFFIX
 
 

@@ -8,7 +8,11 @@ arrays of the format are not aligned in memory. ``bisect`` reads the twenty numb
 Where the files lie, and how ranges of ``.bin`` are read, is :mod:`megatron_lite.data.access`'s business.
 
 Opening checks what can be checked without a pass over the data: sizes against counts, ends of the arrays, a sample of
-the pointers. :meth:`IndexedDataset.problems` makes the full pass. The format is in
+the pointers. :meth:`IndexedDataset.problems` makes the full pass.
+
+A dataset may have a second pair, ``PREFIX_loss_mask``, one uint8 for each token of ``PREFIX``: 1 says that the token counts as a
+target, 0 that it does not (a user's words, a template's). The pair has the same sequences and documents as the tokens, so every
+position that an order of samples derives from the index of the tokens is right for the mask as well. The format is in
 :mod:`megatron_lite.data.index_format`, writing in :mod:`megatron_lite.data.index_writer`, a summary for people in
 :mod:`megatron_lite.data.describe`.
 """
@@ -18,19 +22,28 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from pathlib import Path
 
 import numpy as np
 
 from megatron_lite.data.access import Access
-from megatron_lite.data.helper import index_helper
-from megatron_lite.data.index_format import HEADER, LENGTH, POINTER, DatasetMeta, IndexHeader, choose_dtype, pieces
+from megatron_lite.data.index_format import (
+    HEADER,
+    LENGTH,
+    POINTER,
+    DatasetMeta,
+    IndexHeader,
+    choose_dtype,
+    mask_prefix,
+    pieces,
+)
 from megatron_lite.data.index_writer import IndexedWriter
+from megatron_lite.ops.library import index_module
 
 __all__ = ["DatasetMeta", "IndexedDataset", "IndexedWriter", "choose_dtype"]
 
-_index = index_helper()
+_index = index_module()[0]
 _SPOT_CHECKS = 32
 _CHUNK = 1 << 20
 
@@ -50,7 +63,7 @@ class IndexedDataset:
         num_sequences, num_documents, num_tokens: counts.
         meta: the content of ``PREFIX.meta.json``, or None.
         access: how it was opened.
-        loss_mask: which tokens count as targets (:func:`megatron_lite.data.loss_mask.open_mask`); None: all.
+        loss_mask: which tokens count as targets (:func:`open_mask`); None: all.
 
     Raises:
         FileNotFoundError: a file is missing (the message lists prefixes near by).
@@ -214,3 +227,89 @@ class IndexedDataset:
                 f"{path} describes another dataset: it says {said[0]} sequences, {said[1]} documents, {said[2]} tokens, "
                 f"{said[3]}; the files hold {found[0]}, {found[1]}, {found[2]}, {found[3]}. Remove it if it is left over"
             )
+
+
+def open_mask(dataset: IndexedDataset) -> IndexedDataset | None:
+    """The mask beside ``dataset``, or None where there is none.
+
+    Raises:
+        FileNotFoundError: half of the pair is missing.
+        ValueError: it is broken, holds anything but 0 and 1, or belongs to other tokens.
+    """
+    prefix = mask_prefix(dataset.prefix)
+    if not dataset.access.exists(prefix):
+        return None
+    mask = IndexedDataset(prefix, dataset.access)
+    if mask.dtype != np.uint8 or mask.largest_id() > 1:
+        raise ValueError(f"{prefix}.bin is no loss mask: it must hold uint8 numbers, 0 or 1")
+    same = len(mask) == len(dataset) and mask.num_documents == dataset.num_documents
+    if not (same and _equal(mask.lengths, dataset.lengths) and _equal(mask.documents, dataset.documents)):
+        raise ValueError(
+            f"{prefix} is not the loss mask of {dataset.prefix}: it has {len(mask)} sequences and {mask.num_tokens} tokens, the "
+            f"tokens {len(dataset)} and {dataset.num_tokens}, and all lengths must be equal. Make both anew, or remove the mask"
+        )
+    return mask
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays of one length are equal, without copies of them."""
+    return all(np.array_equal(piece, b[start : start + len(piece)]) for start, piece in pieces(a))
+
+
+class TokenStream:
+    """The sequences ``part`` of a dataset, back to back.
+
+    Attributes:
+        name: for messages.
+        num_tokens, num_documents: of the part (a document that the part's borders cut counts).
+    """
+
+    def __init__(self, dataset: IndexedDataset, part: range, name: str = "") -> None:
+        assert part.step == 1 and 0 <= part.start <= part.stop <= dataset.num_sequences, part
+        self.dataset, self.part, self.name = dataset, part, name or dataset.prefix
+        self._base = dataset.start_of(part.start)
+        self.num_tokens = dataset.start_of(part.stop) - self._base if len(part) else 0
+        first = bisect_right(dataset.documents, part.start)
+        self.num_documents = bisect_right(dataset.documents, part.stop - 1) - first + 1 if len(part) else 0
+
+    def raw(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) as they are stored."""
+        return self.dataset.raw(self._base + start, self._base + stop)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop), int64."""
+        return self.dataset.read(self._base + start, self._base + stop)
+
+    def loss_mask(self, start: int, stop: int) -> np.ndarray | None:
+        """Which of the tokens [start, stop) count as targets, uint8; None: all."""
+        mask = self.dataset.loss_mask
+        return None if mask is None else mask.raw(self._base + start, self._base + stop)
+
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """Positions in [start, stop) at which a document starts, int64."""
+        return self.dataset.document_starts(self._base + start, self._base + stop) - self._base
+
+
+def within(tokens: np.ndarray, vocab_size: int) -> bool:
+    """Whether all ids of a row, in the dtype in which they are stored, are in [0, vocab_size)."""
+    if tokens.dtype.kind != "u":
+        return not tokens.size or (int(np.minimum.reduce(tokens)) >= 0 and int(np.maximum.reduce(tokens)) < vocab_size)
+    return not tokens.size or int(np.maximum.reduce(tokens)) < vocab_size
+
+
+def check_ids(tokens: np.ndarray, vocab_size: int | None, where: str) -> None:
+    """Refuse ids that the model has no embedding for.
+
+    Args:
+        tokens: int64.
+        vocab_size: true vocabulary size, or None for no check.
+        where: names the place in the message.
+    """
+    if vocab_size is None or not tokens.size:
+        return
+    if int(tokens.view(np.uint64).max()) >= vocab_size:  # as unsigned, a negative id is large
+        bad = int(tokens[(tokens < 0) | (tokens >= vocab_size)][0])
+        raise ValueError(
+            f"{where}: token id {bad}, but the model's vocabulary has {vocab_size} ids, 0 to {vocab_size - 1}: the data were "
+            "tokenized with another tokenizer, or --vocab-size is too small"
+        )

@@ -18,13 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_lite.data.helper import index_helper
-from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.indexed import IndexedDataset, check_ids
 from megatron_lite.data.order_cache import Arrays, cached_arrays
 from megatron_lite.data.row import Row
-from megatron_lite.data.stream import check_ids
+from megatron_lite.ops.library import index_module
 
-_index = index_helper()
+_index = index_module()[0]
 
 EXTRA = 1  # tokens of a sample beyond S: the last target
 SEPARATE_BELOW = 0.80  # the last epoch is shuffled on its own when less than this share of its samples is needed

@@ -14,11 +14,11 @@ from megatron_lite.config.problem import Problem
 from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data.blend import BlendedDataset, MegatronBlend, WindowsBlend, normalised, tempered
 from megatron_lite.data.curriculum import Curriculum, staged_blend
+from megatron_lite.data.indexed import TokenStream
 from megatron_lite.data.megatron_order import MegatronDataset
 from megatron_lite.data.packing import PackedDataset
 from megatron_lite.data.row import Dataset
 from megatron_lite.data.sources import Source
-from megatron_lite.data.stream import TokenStream
 from megatron_lite.data.windows import WindowDataset
 
 TITLES = {"train": "training", "valid": "validation", "test": "test"}

@@ -25,10 +25,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron_lite.data.index_format import pieces
+from megatron_lite.data.indexed import TokenStream, check_ids
 from megatron_lite.data.order_cache import Arrays, cached_arrays
 from megatron_lite.data.permutation import Permutation, key64
 from megatron_lite.data.row import Row
-from megatron_lite.data.stream import TokenStream, check_ids
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:

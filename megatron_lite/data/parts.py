@@ -17,8 +17,7 @@ import numpy as np
 
 from megatron_lite.data.index_format import DatasetMeta, mask_prefix
 from megatron_lite.data.index_writer import IndexedWriter, refuse_existing, remove_dataset
-from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.data.loss_mask import open_mask
+from megatron_lite.data.indexed import IndexedDataset, open_mask
 
 By = Literal["documents", "tokens"]
 _FACTS = {  # of .meta.json, that outputs take over, and what it means where one is not said

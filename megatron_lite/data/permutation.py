@@ -18,9 +18,9 @@ import math
 
 import numpy as np
 
-from megatron_lite.data.helper import index_helper
+from megatron_lite.ops.library import index_module
 
-_index = index_helper()
+_index = index_module()[0]
 _MASK = (1 << 64) - 1
 _M0 = 0xD2E7470EE14C6C93
 _M1 = 0xCA5A826395121157

@@ -15,9 +15,9 @@ import threading
 
 import numpy as np
 
+from megatron_lite.data.indexed import TokenStream, check_ids, within
 from megatron_lite.data.permutation import Permutation, key64, mix64_array
 from megatron_lite.data.row import Row
-from megatron_lite.data.stream import TokenStream, check_ids, within
 
 _BLOCK = 64  # epochs between the ones whose first sample is kept
 

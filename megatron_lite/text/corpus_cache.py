@@ -29,9 +29,8 @@ from typing import Any
 from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.config.text_files import is_text_file
 from megatron_lite.data.index_format import mask_prefix, prefix_paths
-from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.indexed import IndexedDataset, open_mask
 from megatron_lite.data.locked_file import sync_directory
-from megatron_lite.data.loss_mask import open_mask
 from megatron_lite.data.node_file import node_lock
 from megatron_lite.data.sources import parse_sources
 from megatron_lite.text.chat_files import ChatOptions, holds_conversations, prepare_chat, summary

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.data.helper import index_helper
+from megatron_lite.ops.library import index_module
 
 MARK = "\u2581"  # of a space
 Arrays = tuple[np.ndarray, np.ndarray]  # ids back to back, and how many each text has
@@ -28,7 +28,7 @@ def by_segments(model: Any, ask: Callable[[list[str]], Any]) -> Callable[[list[s
         model: a ``SentencePieceProcessor`` with byte fallback.
         ask: (ids, lengths) of texts that are normalised already.
     """
-    helper, rules = index_helper(), _ascii_rules(model)
+    helper, rules = index_module()[0], _ascii_rules(model)
     every = range(model.vocab_size())
     pieces = [
         model.id_to_piece(i) for i in every if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))

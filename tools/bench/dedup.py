@@ -37,7 +37,7 @@ from megatron_lite.clean.minhash import MinHash, MinHashOptions
 from megatron_lite.clean.shingle_sets import SetReader
 from megatron_lite.clean.shingles import ALONE_RANGES
 from megatron_lite.clean.step import Document
-from megatron_lite.data.helper import index_helper
+from megatron_lite.ops.library import index_module
 
 Pairs = set[tuple[int, int]]
 
@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--directory", help="for temporary files")
     args = parser.parse_args()
-    if index_helper() is None:
+    if index_module()[0] is None:
         print("csrc is not built: NumPy makes the signatures, at a tenth of the speed (python -m megatron_lite.ops.build)")
     with tempfile.TemporaryDirectory(dir=args.directory) as name:
         folder = Path(name)

@@ -25,7 +25,7 @@ from megatron_lite.clean.languages import LANGUAGES
 from megatron_lite.clean.quality import Quality, QualityOptions
 from megatron_lite.clean.quality_measures import Measurer, class_table
 from megatron_lite.clean.step import Document
-from megatron_lite.data.helper import index_helper
+from megatron_lite.ops.library import index_module
 
 GOAL = 10.0  # MB/s of language + quality, one core
 
@@ -65,7 +65,7 @@ def quality_section(texts: list[str], benchmark: Path | None = None) -> None:
     counted = rate(size, lambda: quality.apply(documents))
     plain = Measurer(LANGUAGES["en"], class_table())
     python = rate(sum(sizes[:part]), lambda: [plain.measure(text) for text in texts[:part]])
-    line(f"quality, {'compiled' if index_helper() else 'NOT COMPILED'}, beside Python", counted, python)
+    line(f"quality, {'compiled' if index_module()[0] else 'NOT COMPILED'}, beside Python", counted, python)
     both = 1 / (1 / mine + 1 / counted)
     line("cleaning: language + quality", both, goal=f"goal {GOAL:g} MB/s: {'met' if both >= GOAL else 'NOT MET'}")
     if benchmark is not None:

@@ -26,9 +26,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron_lite.data.index_format import LENGTH, POINTER, IndexHeader
-from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
+from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, TokenStream
 from megatron_lite.data.megatron_order import MegatronDataset
-from megatron_lite.data.stream import TokenStream
 from megatron_lite.data.windows import WindowDataset
 
 MEGATRON_US = 177.0  # measured with Megatron-LM itself, see above

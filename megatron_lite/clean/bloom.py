@@ -3,9 +3,9 @@
 A filter never forgets, so no duplicate survives; but it takes some new units for old ones. With m bits, k hash functions
 and n units in it, that happens to a new unit with the probability ``p(n) = (1 - exp(-k n / m))^k``. The filter is sized
 so that p is ``error_rate`` when ``expected`` different units are in it. While it fills, p is lower: of all units the share
-that is dropped wrongly is about a seventh of 0.001, a fifth of 0.01, and the report has their expected number. Until a filter
-takes one more, p / (1 - p) new ones are dropped in the mean: their number is the integral of that from the number of units
-that were there at the start to the number at the end.
+is dropped wrongly is about a seventh of 0.001, a fifth of 0.01, and the report has their expected number. A unit that is dropped
+wrongly finds all its bits set, so bits are set as if it had been added: n counts all new units that were shown, and what is
+known is how many were taken, n less the integral of p.
 
 Each bucket has a filter of its own (package ``rbloom``), larger than its share of ``expected`` by four standard
 deviations of the number of units that fall into it. A saved filter can be used by a run with the same settings only.
@@ -76,9 +76,10 @@ class Bloom(Seen):
     def bucket_facts(self, bucket: int) -> dict[str, float]:
         found = self._filter(bucket)
         bits = found.bits.size_in_bits
+        wrong = wrong_drops(found.before, found.held, bits, functions(self.options.error_rate))
         return {
             f"{self.options.unit}s held": found.held,
-            "expected wrong drops": wrong_drops(found.before, found.held, bits, functions(self.options.error_rate)),
+            "expected wrong drops": wrong,
             "bytes of filter": bits // 8,
         }
 
@@ -86,7 +87,8 @@ class Bloom(Seen):
     def facts(options: Any, sums: dict[str, float]) -> Facts:
         held, warnings = int(sums.get(f"{options.unit}s held", 0)), []
         if held > options.expected:
-            rate = error_rate(held, int(8 * sums["bytes of filter"]), functions(options.error_rate))
+            bits, k = int(8 * sums["bytes of filter"]), functions(options.error_rate)
+            rate = error_rate(shown(held, bits, k), bits, k)
             warnings.append(
                 f"the Bloom filter is sized for expected: {options.expected:,} different {options.unit}s and holds {held:,}: a new one "
                 f"is now dropped wrongly with the probability {rate:.2g} instead of {options.error_rate:g}; set expected: {held:,} or more"
@@ -145,17 +147,26 @@ def functions(rate: float) -> int:
     return int.from_bytes(new_filter(64, rate).save_bytes()[:8], "little")
 
 
-def error_rate(held: float, bits: int, k: int) -> float:
-    """Probability that a filter takes a new unit for an old one: (1 - exp(-k n / m))^k."""
-    return float((1 - math.exp(-k * held / bits)) ** k)
+def error_rate(shown: float, bits: int, k: int) -> float:
+    """Probability that a filter takes a new unit for an old one after so many were shown: (1 - exp(-k n / m))^k."""
+    return float((1 - math.exp(-k * shown / bits)) ** k)
+
+
+def shown(held: int, bits: int, k: int) -> float:
+    """How many new units a filter was shown when it holds ``held``: dn / dh = 1 / (1 - p(n)), by the midpoint rule.
+
+    A filter that takes all but one in 1,000 new units for old ones may have been shown any number; it is told for that p.
+    """
+    n, step = 0.0, held / 256
+    for _ in range(256):
+        middle = n + step / 2 / max(1e-3, 1 - error_rate(n, bits, k))
+        n += step / max(1e-3, 1 - error_rate(middle, bits, k))
+    return n
 
 
 def wrong_drops(before: int, held: int, bits: int, k: int) -> float:
-    """Expected number of units that were dropped wrongly while a filter grew: the integral of p / (1 - p)."""
-    steps = np.linspace(before, held, 257)
-    taken = 1 - (1 - np.exp(-k * steps / bits)) ** k
-    odds = 1 / taken - 1
-    return float(((odds[1:] + odds[:-1]) / 2 * np.diff(steps)).sum())
+    """Expected number of units that were dropped wrongly while a filter grew."""
+    return (shown(held, bits, k) - held) - (shown(before, bits, k) - before)
 
 
 def arithmetic() -> int:

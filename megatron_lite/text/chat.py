@@ -206,7 +206,8 @@ class ChatEncoder:
     def render(self, conversation: Conversation) -> Rendered | BadRecord:
         """The text of a conversation and its assistant's turns, or why it is bad."""
         try:
-            plain = Conversation(self._plain(conversation.messages), self._plain(conversation.tools))
+            messages = [{k: v if k == "role" else self._plain(v) for k, v in m.items()} for m in conversation.messages]
+            plain = Conversation(messages, self._plain(conversation.tools))
             rendered = render(self.templates.of(conversation.tools), plain)
             rendered.text.encode("utf-8")
         except BadRecord as why:
@@ -253,16 +254,17 @@ class ChatEncoder:
         part = text[begin:at]
         plain = tuple(place - begin for place in rendered.plain if begin < place <= at)
         head = self._remembered(part) if len(part) <= _REMEMBERED and not plain else self._ids(part, plain)
-        if not np.array_equal(tokens.ids[token : token + len(head)], head):
+        if tokens.ids[token : token + len(head)].tolist() != head:
             around = f"{text[max(0, at - _SHOWN) : at]!r} | {text[at : at + _SHOWN]!r}"
             raise BadRecord("a token lies across the border of an assistant's turn", f" ({around})")
         return token + len(head)
 
-    def _ids(self, text: str, plain: tuple[int, ...] = ()) -> np.ndarray:
+    def _ids(self, text: str, plain: tuple[int, ...] = ()) -> list[int]:
         (found,) = self._places.encode([text], [plain])
         if isinstance(found, BadRecord):
             raise found
-        return found.ids
+        ids: list[int] = found.ids.tolist()
+        return ids
 
 
 def _without_space_behind(text: str, start: int, stop: int, special_stops: list[int]) -> int:

@@ -169,7 +169,8 @@ def _encoded(encoder: ChatEncoder, found: Sequence[tuple[int, bytes, Conversatio
 
 def _parse(line: bytes) -> dict[str, Any]:
     record = parse_object(line)
-    if _MARKS.search(line) and any(mark in json.dumps(record, ensure_ascii=False) for mark in (OPEN, CLOSE, PLAIN)):
+    perhaps = (b"\\u" in line or b"\xef\xb7" in line) and _MARKS.search(line)
+    if perhaps and any(mark in json.dumps(record, ensure_ascii=False) for mark in (OPEN, CLOSE, PLAIN)):
         raise BadRecord("U+FDD0, U+FDD1 or U+FDD2, which Unicode keeps from texts")
     return record
 

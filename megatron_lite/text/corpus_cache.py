@@ -81,7 +81,8 @@ class CorpusCache:
         """Where the chat template is, for a file of conversations."""
         if not isinstance(self.tokenizer, HuggingFaceTokenizer):
             raise ValueError(
-                f"{path} holds conversations, which need a chat template: --tokenizer-type HuggingFaceTokenizer"
+                f"{path} holds conversations, which need a chat template: --tokenizer-type HuggingFaceTokenizer, or token files "
+                "of megatron-lite data chat --chat-template FILE"
             )
         return self.tokenizer.directory
 

@@ -18,8 +18,8 @@ from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.text import chat_files, run
 from megatron_lite.text.inputs import InputOptions
-from megatron_lite.text.special_places import special_ids
-from megatron_lite.text.tokenizer import build_tokenizer
+from megatron_lite.text.special_places import named_tokens, special_ids
+from megatron_lite.text.tokenizer import HuggingFaceTokenizer, build_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,7 @@ def dies(source: Path, out: Path, *more: object, name: str, place: Any, after: i
 def test_killed_runs_go_on_to_the_same_bytes(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, more = lines(tmp_path / "in.jsonl"), ("--tokenizer-model", folder, "--resume", "--no-fast-tokenizer")
     assert chat(source, tmp_path / "whole", *more) == 0
+    assert named_tokens(HuggingFaceTokenizer(str(folder))) == {}  # as in transformers, its files say it or nobody
     whole = capsys.readouterr().out.split("\n", 1)[1].replace("/whole", "/out")
     for after in (9, 6):
         assert dies(source, tmp_path / "out", *more, name="add_documents", place=run.IndexedWriter, after=after * 2)
@@ -194,6 +195,8 @@ def test_every_kind_of_tokenizer(kind: str, tmp_path: Path, capsys: pytest.Captu
     written = [special[i] for i in ids.tolist() if i in special]
     start = "<s>" if kind in SPELLED else "<|im_start|>"
     assert written == [start, end] * 4
+    assert named_tokens(tokenizer)["eos_token"] == special[tokenizer.eod_id]
+    assert named_tokens(tokenizer).get("bos_token") == (None if kind == "GPT2BPETokenizer" else "<s>")
     text = tokenizer.decode(ids[mask.astype(bool)].tolist())
     assert "Rome" in text and "it is." in text and "capital" not in text
     bad = source.with_name("bad.jsonl")

@@ -60,7 +60,9 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """What templates call ``eos_token`` and ``bos_token``, for tokenizers that come without a file that says it."""
+    """What templates call ``eos_token`` and ``bos_token``, where it is not for a ``tokenizer_config.json`` to say."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return {}
     special = special_ids(tokenizer)
     texts = {i: text for text, i in special.items()}
     begin: Any = tokenizer.model.bos_id() if isinstance(tokenizer, SentencePieceTokenizer) else special.get("<s>")

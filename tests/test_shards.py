@@ -136,7 +136,7 @@ def test_damage_is_told(tmp_path: Path, lines: list[bytes]) -> None:
 def test_nothing_has_its_name_before_it_is_whole(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         file = FrameFile(tmp_path / "x.jsonl.zst", pool)
-        file.add(b"line\n", True)
+        file.add(memoryview(b"line\n"), 1, True)
         assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["x.jsonl.zst.tmp"]
         file.finish()
     assert FrameReader(tmp_path / "x.jsonl.zst").line(0) == b"line"

@@ -19,7 +19,7 @@ from megatron_lite.clean.pipeline_stage import DROPS, between, read_array, taken
 from megatron_lite.clean.shards import write_whole
 from megatron_lite.clean.step import CorpusStep, bucket_path
 
-_TOGETHER = 1 << 20  # decisions that are sorted at a time, at least
+_TOGETHER = 1 << 18  # decisions that are sorted at a time, at least
 
 
 def by_bucket(keys: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:

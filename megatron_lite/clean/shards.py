@@ -41,7 +41,8 @@ def index_path(path: Path) -> Path:
     return path.parent / INDEX / f"{path.name}.json"
 
 
-def _compress(data: bytes) -> bytes:
+def _compress(pieces: list[memoryview]) -> bytes:
+    data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(data)
 
 
@@ -76,17 +77,17 @@ class FrameFile:
         self._file: IO[bytes] = open(self._temporary, "wb")
         self._compressor = compressor
         self._pending: deque[Future[bytes]] = deque()
-        self._buffer: list[bytes] = []
+        self._buffer: list[memoryview] = []
         self._begins: list[tuple[int, int]] = []  # (line, start) of each frame
         self._offsets = [0]
 
-    def add(self, data: bytes, new_frame: bool) -> None:
+    def add(self, data: memoryview, lines: int, new_frame: bool) -> None:
         """Append whole lines; ``new_frame``: the first of them is the first of a frame."""
         if new_frame or not self._begins:
             self._end_frame()
             self._begins.append((self.lines, self.bytes))
         self._buffer.append(data)
-        self.lines += data.count(b"\n")
+        self.lines += lines
         self.bytes += len(data)
 
     def finish(self) -> None:
@@ -114,7 +115,7 @@ class FrameFile:
 
     def _end_frame(self) -> None:
         if self._buffer:
-            self._pending.append(self._compressor.submit(_compress, b"".join(self._buffer)))
+            self._pending.append(self._compressor.submit(_compress, self._buffer))
             self._buffer = []
         while len(self._pending) > _AHEAD:
             self._write_one()
@@ -164,7 +165,8 @@ class ShardWriter:
             assert self._file is not None
             end = min((number + 1) * self._shard_bytes, (frame + 1) * FRAME_BYTES) - self._at
             stop = first_line(data, done + end)
-            self._file.add(data[done:stop], frame != self._frame or number != self._number)
+            is_first = frame != self._frame or number != self._number
+            self._file.add(memoryview(data)[done:stop], data.count(b"\n", done, stop), is_first)
             self._number, self._frame = number, frame
             self._at += stop - done
             done = stop

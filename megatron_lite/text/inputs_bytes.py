@@ -151,14 +151,14 @@ def _line_to_utf8(line: bytes, encoding: str) -> bytes:
 
 def whole_lines(pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
     """Blocks of whole lines, each of about ``size`` bytes or one longer line; the last may lack its newline."""
-    held: list[bytes] = []
+    held: list[bytes | memoryview] = []
     length = 0
     for piece in pieces:
         held.append(piece)
         length += len(piece)
         cut = piece.rfind(b"\n") + 1 if length >= size else 0
         if cut:
-            held[-1] = piece[:cut]
+            held[-1] = memoryview(piece)[:cut]
             yield b"".join(held)
             held = [piece[cut:]]
             length = len(held[0])

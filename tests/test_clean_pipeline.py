@@ -253,7 +253,7 @@ LINES = [
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_document_that_does_not_change_keeps_its_line(tmp_path: Path, parts: int) -> None:
-    """As it stands in the input, whether it passes between stages or not; the others are written anew."""
+    """As it stands in the input, whether it passes between stages or not; in the others the text is replaced."""
     changed = [b'\xef\xbb\xbf {"n": [1.50], "text": "this has a\x07 bell"}'.replace(b"\x07", rb"\u0007"), b'{"text": ["of two", "parts"]}']
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\r\n".join([*LINES[:2], *changed, *LINES[2:]]))
@@ -263,7 +263,7 @@ def test_a_document_that_does_not_change_keeps_its_line(tmp_path: Path, parts: i
         except PartsMissing:
             pass
     reader = ShardReader(tmp_path / "out")
-    written = [b'{"n":[1.5],"text":"this has a bell"}', rb'{"text":"of two\n\nparts"}']
+    written = [b'{"n": [1.50], "text": "this has a bell"}', rb'{"text": "of two\n\nparts"}']
     assert [reader.line(n) for n in range(len(reader))] == [*LINES[:2], *written, *LINES[2:]]
 
 

@@ -1,14 +1,13 @@
 """Documents: made from the records of input files, and written as lines.
 
-Two forms of lines: *output*, the line that a document came from, or where it has changed its JSON object anew, and *spool*,
-what one stage leaves for the next: what the object does not hold, a tab, and the output line. Where orjson cannot hold a
-value (a whole number of more than 64 bits, NaN) the standard library reads and writes it.
+Two forms of lines: *output*, the line that a document came from, in which the fields that have changed are replaced, and
+*spool*, what one stage leaves for the next: what the object does not hold, a tab, and the output line.
 """
 
 from __future__ import annotations
 
-import json
 import re
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,9 +16,10 @@ from typing import Any
 import orjson
 
 from megatron_lite.clean.config import Keys
+from megatron_lite.clean.json_line import with_fields
 from megatron_lite.clean.step import LINE_BITS, NO_SOURCE, Document
 from megatron_lite.text.inputs import Block, Lines
-from megatron_lite.text.records import BadInput, BadRecord, numbered_lines, parse_line, refusal
+from megatron_lite.text.records import BadInput, BadRecord, numbered_lines, parse_object, refusal, text_of
 
 
 @dataclass
@@ -53,9 +53,7 @@ def read_block(file: int, block: Block, base: int, keys: Keys, skip_bad: bool) -
             found.bad[record.reason] += 1
             continue
         text = record[keys.text_key]
-        source = record.get(keys.source_key) if keys.source_key else block.file
-        if not isinstance(source, str):
-            source = NO_SOURCE
+        source = _source(record, keys.source_key) if keys.source_key else block.file
         found.read[source] += 1
         if not text or text.isspace():
             found.empty += 1
@@ -69,7 +67,7 @@ def read_block(file: int, block: Block, base: int, keys: Keys, skip_bad: bool) -
 def _records(block: Block, keys: Keys) -> Iterator[tuple[int, bytes, dict[str, Any] | BadRecord]]:
     """(number, its line, its object or what is wrong) of the records of a block.
 
-    The line is empty where it does not hold the object as it is, and the start of what there is of a bad record.
+    The line is empty where there is none, and the start of what there is of a bad record.
     """
     if isinstance(block, Lines):
         for number, line in numbered_lines(block.first, block.data):
@@ -89,43 +87,20 @@ def _records(block: Block, keys: Keys) -> Iterator[tuple[int, bytes, dict[str, A
 
 
 def _record(line: bytes, text_key: str) -> tuple[bytes, dict[str, Any]]:
-    """(the line, its object with a text under ``text_key``); no line where the object had to be changed. Raises BadRecord."""
-    try:
-        record = orjson.loads(line)
-        if isinstance(record, dict) and isinstance(record.get(text_key), str) and not _rounded(record):
-            return line.strip(), record
-    except orjson.JSONDecodeError:
-        pass
-    (text,) = parse_line(line, [text_key])  # or says what is wrong
-    record = json.loads(line)
-    line = line.strip() if record[text_key] == text else b""
-    record[text_key] = text
-    try:
-        json.dumps(record, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise BadRecord("a lone surrogate, which is no text") from None
+    """(the line, its object), with a string under ``text_key``. Raises BadRecord."""
+    record = parse_object(line)
+    text, line = text_of(record, text_key), line.strip()
+    if text is not record[text_key]:
+        line, record[text_key] = with_fields(line, {text_key: text}), text
     return line, record
 
 
-def _loads(line: bytes) -> Any:
-    """The object of an output line."""
-    try:
-        value = orjson.loads(line)
-        return json.loads(line) if _rounded(value) else value
-    except orjson.JSONDecodeError:
-        return json.loads(line)
-
-
-def _rounded(value: Any) -> bool:
-    """Whether a value may hold a whole number that orjson, which has 64 bits for it, read as a float."""
-    kind = type(value)
-    if kind is str or kind is int:
-        return False
-    if kind is float:
-        return abs(value) >= 2.0**63
-    if kind is dict:
-        return any(map(_rounded, value.values()))
-    return kind is list and any(map(_rounded, value))
+def _source(record: dict[str, Any], key: str) -> str:
+    """The text or number of a record under ``source_key``."""
+    value = record.get(key)
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")  # without lone surrogates
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else NO_SOURCE
 
 
 def _language(record: dict[str, Any], keys: Keys) -> str | None:
@@ -135,17 +110,20 @@ def _language(record: dict[str, Any], keys: Keys) -> str | None:
     return code if code.isascii() and code.isalpha() and len(code) in (2, 3) else None
 
 
-def _dump(value: Any) -> bytes:
-    try:
-        return orjson.dumps(value)
-    except TypeError:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+def _line(document: Document) -> bytes:
+    """What a document came from; made of its record where that was not a line."""
+    return document.line or orjson.dumps(document.record, default=_as_text)
+
+
+def _as_text(value: Any) -> str:
+    """What JSON has no form for: bytes."""
+    return b64encode(value).decode()
 
 
 def output_line(document: Document, keys: Keys) -> bytes:
-    """The line (without its newline, as everywhere here) that a document came from, or its record anew when it has changed."""
+    """The line (without its newline, as everywhere here) that a document came from, with the fields that have changed."""
     changed = _changes(document, keys)
-    return document.line if document.line and not changed else _dump({**document.record, **changed})
+    return with_fields(_line(document), changed) if changed else _line(document)
 
 
 def _changes(document: Document, keys: Keys) -> dict[str, Any]:
@@ -160,7 +138,7 @@ def _changes(document: Document, keys: Keys) -> dict[str, Any]:
 
 def dropped_line(document: Document, keys: Keys, step: str) -> bytes:
     """The record of a dropped document as the step saw it, with the reason and the step."""
-    return _dump({**document.record, **_changes(document, keys), "dropped": document.dropped, "step": step})
+    return with_fields(_line(document), {**_changes(document, keys), "dropped": document.dropped, "step": step})
 
 
 def spool_line(document: Document, keys: Keys) -> bytes:
@@ -174,7 +152,7 @@ def read_spool(data: bytes, keys: Keys) -> list[Document]:
     for spooled in data.removesuffix(b"\n").split(b"\n"):
         head, _, line = spooled.partition(b"\t")
         number, source, language = orjson.loads(head)
-        record = _loads(line)
+        record = parse_object(line)
         documents.append(Document(record[keys.text_key], number, source, record, language, line=line))
     return documents
 

@@ -38,7 +38,7 @@ def report_data(pipeline: Pipeline, inputs: Sequence[str], counts: StageCounts) 
     total = {name: sum(flow[name] for flow in sources.values()) for name in _FLOW}
     found = [] if total["documents_out"] else ["no document is left"]
     if set(counts.read) == {NO_SOURCE}:
-        found.append(f"no record has the text field {pipeline.keys.source_key!r} (source_key): sources are not told apart")
+        found.append(f"no record has a text or number in the field {pipeline.keys.source_key!r} (source_key): sources are not told apart")
     return {
         "format": "megatron-lite cleaning report",
         "version": 1,

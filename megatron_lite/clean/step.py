@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 LINE_BITS = 40  # of a document's number; the rest is the input file's
-NO_SOURCE = "(no source)"  # of a record without a text in ``source_key``
+NO_SOURCE = "(no source)"  # of a record without a text or number in ``source_key``
 
 
 def place_of(number: int) -> tuple[int, int]:

@@ -104,7 +104,7 @@ class Texts:
         columns: for each key the text of each document; no lone surrogates.
         keys: of the columns.
         refused: documents that are bad, in order; their texts in ``columns`` are empty and mean nothing.
-        records: for each document the other fields, if they were asked for.
+        records: for each document the other fields, if they were asked for: as JSON has them, but for bytes, UUIDs and NaN.
         taken: bytes of the file on the disk that have been read so far, for progress.
     """
 

@@ -212,8 +212,38 @@ def _rows(path: str, first: int, batch: Any, options: InputOptions, taken: int) 
             if isinstance(value, Refused):
                 refused.setdefault(index, replace(value, index=index))
         columns.append(["" if isinstance(value, Refused) else value for value in column])
-    records = batch.drop_columns(list(options.keys)).to_pylist() if options.whole else None
+    records = _others(batch.drop_columns(list(options.keys)), refused) if options.whole else None
     return Texts(path, first, columns, options.keys, tuple(refused[i] for i in sorted(refused)), records, taken)
+
+
+def _others(batch: Any, refused: dict[int, Refused]) -> list[dict[str, Any]]:
+    """The other fields of rows; adds rows whose strings are not UTF-8 to ``refused``."""
+    columns = [column.cast(_told(column.type)) for column in batch.columns]
+    batch = type(batch).from_arrays(columns, batch.schema.names)
+    try:
+        return list(batch.to_pylist())
+    except UnicodeDecodeError:
+        records = []
+        for index in range(batch.num_rows):
+            try:
+                records += batch.slice(index, 1).to_pylist()
+            except UnicodeDecodeError:
+                records.append({})
+                refused.setdefault(index, Refused(index, NOT_DECODABLE, " (a column beside the text)", b""))
+        return records
+
+
+def _told(kind: Any) -> Any:
+    """The type in which values are told: times and decimal numbers as strings (Python's own lack nanoseconds and far years)."""
+    import pyarrow as pa
+
+    if pa.types.is_temporal(kind) or pa.types.is_decimal(kind):
+        return pa.string()
+    if pa.types.is_map(kind):
+        return pa.map_(_told(kind.key_type), _told(kind.item_type))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return pa.large_list(_told(kind.value_type))
+    return pa.struct([f.with_type(_told(f.type)) for f in kind]) if pa.types.is_struct(kind) else kind
 
 
 def _values(column: Any) -> list[str | bytes | None]:

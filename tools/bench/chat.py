@@ -124,7 +124,7 @@ def chat(folder: Path, megabytes: float, workers: int) -> list[str]:
         source = folder / f"chat{seed}.jsonl"
         source.write_text("".join(json.dumps(c) + "\n" for c in made))
         prefixes.append(str(folder / f"chat{seed}"))
-        few = made[: max(1, len(made) // 40)]
+        few = made[: max(1, len(made) // 100)]
         began = time.perf_counter()
         for one in few:
             theirs.apply_chat_template(one["messages"], return_dict=True, return_assistant_tokens_mask=True)
@@ -133,9 +133,8 @@ def chat(folder: Path, megabytes: float, workers: int) -> list[str]:
             ("marks", 1, ()),
             ("marks", workers, ()),
             ("differences", 1, ("--chat-template", str(folder / "unmarked.jinja"))),
-        ):
-            if seed and number == 1:
-                continue
+            ("differences", workers, ("--chat-template", str(folder / "unmarked.jinja"))),
+        )[1 if seed else 0 : 2 if seed else None]:
             argv = [
                 "--input",
                 str(source),
@@ -189,7 +188,7 @@ def main() -> None:
     """All of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=5_000_000)
-    parser.add_argument("--megabytes", type=float, default=20, help="of conversations in each of three files")
+    parser.add_argument("--megabytes", type=float, default=60, help="of conversations in each of three files")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--directory", help="for temporary files")

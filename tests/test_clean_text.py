@@ -158,6 +158,13 @@ def test_deep_and_broken_pages_are_read() -> None:
         ("+8613812345678\n+86-10-62345678", "[PHONE]\n[PHONE]"),
         ("010 62345678、0571—87654321", "[PHONE]、[PHONE]"),  # noqa: RUF001
         ("zhang＠163．com，...li@qq.com(李)，-me@x.org", "[EMAIL]，...[EMAIL](李)，-[EMAIL]"),  # noqa: RUF001
+        ("8.8.8.8 8.8.4.4, 1.1.1.1；223.5.5.5", "[IP] [IP], [IP]；[IP]"),  # noqa: RUF001
+        ("::ffff:8.8.8.8 nameserver 9.9.9.9\n1.0.0.1 one.example 8.26.56.26.", "::ffff:[IP] nameserver [IP]\n[IP] one.example [IP]."),
+        ("8.8.8.8 - - [10/Oct/2000] GET; 1.2.3.4:80, 1.2.3.0/24", "[IP] - - [10/Oct/2000] GET; [IP]:80, [IP]/24"),
+        ("installed on 8.8.8.8, updated DNS to 8.8.4.4", "installed on [IP], updated DNS to [IP]"),
+        ("+442071838750 rings\n+442071838750", "[PHONE] rings\n[PHONE]"),
+        ("020 7183 8750; 0161 496 0123, 01632 960123, 07700 900 123", "[PHONE]; [PHONE], [PHONE], [PHONE]"),
+        ("é@x.fr, josé.é@exämple.de, e\u0301@x.fr, почта@пример.рф", "[EMAIL], [EMAIL], [EMAIL], [EMAIL]"),  # noqa: RUF001
         ("192.0.0.170 ::ffff:93.184.216.34", "192.0.0.170 ::ffff:[IP]"),
     ],
 )
@@ -172,7 +179,7 @@ def test_mask_changes(text: str, wanted: str) -> None:
         "@decorator\n@app.route('/')\ndef f(self, *args): return a @ b",
         "logo@2x.png and user@localhost, npm i react@18.2.0, 3 @ 5.00",
         "version 81.2.33.4, v93.184.216.34, firmware: 93.184.216.34, ==93.184.216.34",
-        "Chrome/93.184.216.34 Safari/537.36, 1.2.3.4 Scope of this section, 版本号：93.184.216.34",  # noqa: RUF001
+        "Chrome/93.184.216.34 Safari/537.36, Section 1.2.3.4, 版本号：93.184.216.34",  # noqa: RUF001
         "127.0.0.1, 0.0.0.0, 10.1.2.3, 192.168.1.1, 172.16.9.9, 255.255.255.255, 169.254.0.1",
         "93.184.216.340, 1.93.184.216.34, 93.184.216, 93.184.216.34a, 093.184.216.34",
         "12:30:45, std::vector<int>, dead::beef, ::1, fe80::1, 2001:db8::1, 2023:10:15, 2:3:4",
@@ -181,11 +188,15 @@ def test_mask_changes(text: str, wanted: str) -> None:
         "3.14159265358979, 0.13812345678, 13812345678.5, 138123456789, x13812345678, 0x13812345678",
         "ISBN 978-7-302-12345-6, 978-0-306-40615-7, 4111 1111 1111 1111, 1700000000, 1700000000000",
         "a +12345678, x = 100+2000000, 1+1, C++ 17, 5 + 20 + 300",
-        "+12345678901\n-12345678902\n context of a patch",
+        "@@ -1,2 +1,2 @@\n+12345678901\n-12345678902\n context of a patch",
+        "1.2.3.4 Scope of this section\n  5.6.7.8. 范围",
+        "Git 1.7.12 was followed by Git 1.7.12.3 and (1.7.11.1); 3.1.4\n3.1.5.9",
+        "since V8 was upgraded to 4.6.85.28, release notes for 1.5.0.1, bump libXt to 1.0.99.1, 升级到 8.8.8.8",
+        "alsa (1.2.7.2-1), lib-1.2.3.4.tar.gz, x_1.2.3.4.deb, 1.2.3.4.dll, 1.2.3.4~rc1",
         "人口 1400000000，面积 9600000 平方公里，2008-08-08 开幕",  # noqa: RUF001
         "uuid 123e4567-e89b-12d3-a456-426614174000, sha 4155552671abcdef",
         "192 168 1000, 200 300 4000, rows 100-200-3000",
-        "nginx 1.18.40.7, openssl-93.184.216.34, 93.184.216.34-generic, linux-2.6.35.4, section 45.43.42.41, 224.0.1.200",
+        "nginx-1.18.40.7, openssl-93.184.216.34, 93.184.216.34-generic, linux-2.6.35.4, section 45.43.42.41, 224.0.1.200",
         "y = a@b.reshape(3), gcc-10 (>= 10-20200431), 13812345678元, 13812345678 万",
     ],
 )

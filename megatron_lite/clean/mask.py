@@ -1,10 +1,13 @@
 """Masks private data: mail addresses, IP addresses, telephone numbers.
 
-A pattern finds what looks like one; what stands around it and inside it then says whether it is. So version numbers, dates,
-section numbers, ``git@host:path`` and the like stay. Of IP addresses only public ones are masked: those of private
-networks, of this computer and of documentation (``ipaddress.is_global``: the registries of RFC 6890) tell of nobody.
-Telephone numbers: Chinese mobile and landline numbers, North American and Japanese ones, and any with ``+`` and a country's
-code (E.164). Names and postal addresses are not looked for.
+A pattern finds what looks like one; what stands around it and inside it then says whether it is. So dates, ``git@host:path`` and
+the like stay. What may be an address is masked unless something marks it as a version or a section: a word before it ("version",
+"upgrade to"), a name or a suffix that it is part of (``pkg-1.2.3.4-1``), and where three of the four numbers are below 32 also
+a heading that it begins, or a number of three in the same text that begins as it does (1.7.12 beside 1.7.12.3).
+Of IP addresses only public ones are masked: those of private networks, of this computer and of documentation
+(``ipaddress.is_global``: the registries of RFC 6890) tell of nobody. Telephone numbers: Chinese mobile and landline
+numbers, North American, Japanese and British ones, and any with ``+`` and a country's code (E.164). Names and postal addresses
+are not looked for.
 """
 
 from __future__ import annotations
@@ -16,18 +19,27 @@ from ipaddress import AddressValueError, IPv4Address, IPv6Address
 
 from megatron_lite.clean.step import Document, LocalStep
 
+_LETTERS = "A-Za-zÀ-ÖØ-öø-\u024f\u0300-\u036fͰ-ϿЀ-ӿ"  # noqa: RUF001
 _MAIL = re.compile(
-    r"(?<![A-Za-z0-9])(?<![A-Za-z0-9][._%+-])[A-Za-z0-9][A-Za-z0-9._%+-]{0,63}[@＠]"  # noqa: RUF001
-    r"((?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?[.．])+(?P<top>[A-Za-z]{2,24}))(?![A-Za-z0-9-])(?P<path>:[\w~/.])?(?=(?P<call>\()?)"  # noqa: RUF001
+    rf"(?<![{_LETTERS}0-9])(?<![{_LETTERS}0-9][._%+-])[{_LETTERS}0-9][{_LETTERS}0-9._%+-]{{0,63}}[@＠]"  # noqa: RUF001
+    rf"((?:[{_LETTERS}0-9](?:[{_LETTERS}0-9-]{{0,61}}[{_LETTERS}0-9])?[.．])+(?P<top>[{_LETTERS}]{{2,24}}))"  # noqa: RUF001
+    rf"(?![{_LETTERS}0-9-])(?P<path>:[\w~/.])?(?=(?P<call>\()?)"
 )
 _FILES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".js", ".css")  # logo@2x.png
 _IPV4 = re.compile(
     r"[0-9](?<![\w.]\d)(?<![A-Za-z][/-]\d)\d{0,2}\.\d{1,3}\.\d{1,3}\.\d{1,3}(?![A-Za-z0-9_]|\.\d|-[A-Za-z])", re.ASCII
 )
 _VERSION = re.compile(
-    r"(?:\bv|\bver|version|release|revision|firmware|build|section|[=~<>]=|版本|版)\s*(?:号|number)?\.?\s*[:：=]?\s*$", re.I
-)  # noqa: RUF001
-_SMALL = 32  # three numbers of four below this are a version or a section: 1 in 140 addresses is so
+    r"(?:\bv|\bver|version|releases?|release notes|revision|firmware|build|section|[=~<>]=|版本|版|升级"
+    r"|(?:upgrad|downgrad|bump|install)\w*(?: (?!(?:at|on|by|in|from|via|ip|dns|host|server|address)\b)\S+)?)"
+    r"\s*(?:号|number|to|for|到|至)?\.?\s*[:：=]?\s*$",  # noqa: RUF001
+    re.I,
+)
+_SMALL = 32  # three numbers of four below this may be a version or a section: 1 in 140 addresses is so
+_THREE = re.compile(r"[0-9](?<![\d.]\d)\d{0,2}\.\d{1,3}(?=\.\d{1,3}(?!\d|\.\d))", re.ASCII)  # the first two of three numbers
+_LINE = re.compile(r"(?:^|\n)[ \t#*]*$")
+_HEADING = re.compile(r"\.?[ \t]+(?:[A-Z][a-z]|[\u4e00-\u9fff])")
+_SUFFIX = re.compile(r"-\d{1,2}(?![\d.])|\.[A-Za-z]|[+~]")  # of a package or a file
 _IPV6 = re.compile(
     r"[23](?<![\w:.][23])[0-9A-Fa-f]{3}:[0-9A-Fa-f:]{2,34}(?![\w:])", re.ASCII
 )  # global unicast, 2000::/3
@@ -53,6 +65,10 @@ _PHONE = re.compile(
             _BEFORE + r"\+?1 [2-9]\d{2} [2-9]\d{2} \d{4}" + _AFTER,
             # Japan: 0 and 10 or 11 digits in three groups
             _BEFORE + r"0(?:\d-\d{4}|\d{2}-\d{3,4}|\d{3}-\d{2,3}|\d{4}-\d)-\d{4}" + _AFTER,
+            # Britain: 0 and 10 digits, by spaces
+            _BEFORE
+            + r"0(?:2\d \d{4} \d{4}|1\d1 [2-9]\d{2} \d{4}|1\d{3} [2-9]\d{4,5}|7\d{3} (?:\d{6}|\d{3} \d{3}))"
+            + _AFTER,
             # anywhere: + and 8 to 15 digits
             r"(?P<anywhere>(?<![\w.+/=-])\+[1-9]\d{0,2}(?:[-. ]?\(?\d{1,4}\)?){2,6})" + _AFTER,
         )
@@ -91,8 +107,8 @@ class Mask(LocalStep):
             if options.mail and ("@" in text or "＠" in text):  # noqa: RUF001
                 text = self._replace(text, filter(_is_mail, _MAIL.finditer(text)), options.mail, "mail addresses")
             if options.ip:
-                text = self._replace(text, filter(_is_public_ipv4, _IPV4.finditer(text)), options.ip, "IP addresses")
-                text = self._replace(text, filter(_is_public_ipv6, _IPV6.finditer(text)), options.ip, "IP addresses")
+                text = self._replace(text, _public_ipv4(text), options.ip, "IP addresses")
+                text = self._replace(text, _public_ipv6(text), options.ip, "IP addresses")
             if options.phone:
                 text = self._replace(text, _phones(text), options.phone, "telephone numbers")
             document.text = text
@@ -113,34 +129,44 @@ def _is_mail(found: re.Match[str]) -> bool:
     return found["path"] is None and not called and not found[1].lower().endswith(_FILES)
 
 
-def _is_public_ipv4(found: re.Match[str]) -> bool:
-    numbers = [int(number) for number in found[0].split(".")]
-    if sum(number < _SMALL for number in numbers) > 2 or _VERSION.search(found.string, max(0, found.start() - 24), found.start()):
-        return False
+def _public_ipv4(text: str) -> Iterator[re.Match[str]]:
+    of_three: set[str] | None = None
+    for found in _IPV4.finditer(text):
+        if _VERSION.search(text, max(0, found.start() - 32), found.start()) or not _is_public(IPv4Address, found[0]):
+            continue
+        if sum(int(number) < _SMALL for number in found[0].split(".")) > 2:
+            of_three = set(_THREE.findall(text)) if of_three is None else of_three
+            begins_line = _LINE.search(text, max(0, found.start() - 32), found.start())
+            if found[0].rsplit(".", 2)[0] in of_three or _SUFFIX.match(text, found.end()):
+                continue
+            if begins_line and _HEADING.match(text, found.end()):
+                continue
+        yield found
+
+
+def _public_ipv6(text: str) -> Iterator[re.Match[str]]:
+    return (found for found in _IPV6.finditer(text) if _is_public(IPv6Address, found[0]))
+
+
+def _is_public(kind: type[IPv4Address | IPv6Address], text: str) -> bool:
     try:
-        address = IPv4Address(found[0])
+        address = kind(text)
         return address.is_global and not address.is_multicast
     except AddressValueError:  # a number above 255, or one that begins with 0
         return False
 
 
-def _is_public_ipv6(found: re.Match[str]) -> bool:
-    try:
-        return IPv6Address(found[0]).is_global
-    except AddressValueError:
-        return False
-
-
 def _phones(text: str) -> Iterator[re.Match[str]]:
+    is_patch: bool | None = None
     for digits in _DIGITS.finditer(text):
-        yield from filter(_is_phone, _PHONE.finditer(text, digits.start(), digits.end() + 2))  # and what comes after it
-
-
-def _is_phone(found: re.Match[str]) -> bool:
-    if found["anywhere"] is None:
-        return True
-    digits = sum(c.isdigit() for c in found[0])
-    if digits == len(found[0]) - 1:  # without any separator: perhaps a sum, or a line that a patch adds
-        line_start = found.start() == 0 or found.string[found.start() - 1] == "\n"
-        return _FEWEST_TOGETHER <= digits <= _MOST_DIGITS and not line_start
-    return _FEWEST_DIGITS <= digits <= _MOST_DIGITS
+        for found in _PHONE.finditer(text, digits.start(), digits.end() + 2):  # and what comes after it
+            if found["anywhere"] is not None:
+                number = sum(c.isdigit() for c in found[0])
+                together = number == len(found[0]) - 1  # without any separator: perhaps a sum, or a line that a patch adds
+                if not (_FEWEST_TOGETHER if together else _FEWEST_DIGITS) <= number <= _MOST_DIGITS:
+                    continue
+                if together and text[found.start() - 1 : found.start()] in ("", "\n"):
+                    is_patch = re.search(r"^@@ -", text, re.M) is not None if is_patch is None else is_patch
+                    if is_patch:
+                        continue
+            yield found

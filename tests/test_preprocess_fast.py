@@ -154,7 +154,7 @@ def test_segments_of_sentencepiece(
     from megatron_lite.text import sentencepiece_segments
 
     if helper == "none":
-        monkeypatch.setattr(sentencepiece_segments, "index_helper", lambda: None)
+        monkeypatch.setattr(sentencepiece_segments, "index_module", lambda: (None, "not built"))
     elif sentencepiece_segments.index_module()[0] is None:
         pytest.skip("the helper is not built")
     sentencepiece.SentencePieceTrainer.train(
@@ -353,6 +353,17 @@ def test_a_later_difference_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mon
         run(tmp_path, texts)
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
     assert len(run(tmp_path, texts, fast=False)[0]) == 40_000
+
+
+def test_the_last_block_and_every_key_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """12,000 records in one block, and the difference is in the second of two texts."""
+    monkeypatch.setitem(tokenizer_fast._BUILDERS, Twofold, drifting)
+    other = {9_000: "\u00e9 drift"}
+    rows = [json.dumps({"a": str(i), "b": other.get(i, str(i))}) + "\n" for i in range(12_000)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(rows))
+    with pytest.raises(BadInput, match=r"a\.jsonl:9001: the fast tokenizer's ids differ"):
+        preprocess([path], str(tmp_path / "out"), Options(Twofold, keys=("a", "b")), say=lambda line: None)
 
 
 def test_one_in_so_many_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,8 +133,9 @@ def encode_block(encoder: Encoder, options: Options, work: Work) -> Encoded:
             records, pieces, ids = _one_by_one(encoder.tokenizer, options, records, found.counts)
         else:
             if work.compare and encoder.is_fast and records.numbers:
-                _compare(encoder, records, pieces[0], ids[0], work.compare)
-                found.counts.compared += work.compare
+                for some, of_them in zip(pieces, ids, strict=True):
+                    _compare(encoder, records, some, of_them, work.compare)
+                    found.counts.compared += min(work.compare, len(some[0]))
     except _Stop as stop:
         return Encoded(found.counts, failure=Failure(*stop.args))
     _pack(found, encoder.tokenizer, options, [(i, n) for i, (_, n) in zip(ids, pieces, strict=True)])

@@ -44,15 +44,11 @@ class Stream:
 
     def work(self) -> Iterator[Work]:
         """What workers get."""
-        earlier = compared = 0  # records of earlier files, and those that are to be compared
-        last: tuple[int, Block] | None = None
+        records = compared = 0  # those that were given out, and those of them that are to be compared
         for share, block in self.blocks:
-            if last is not None and (last[0], last[1].file) != (share.file, block.file):
-                ended = last[1]
-                earlier += ended.first - 1 + (ended.data.count(b"\n") if isinstance(ended, Lines) else len(ended))
-            due = (earlier + block.first - 1) // _COMPARED - compared
+            records += block.data.count(b"\n") if isinstance(block, Lines) else len(block)
+            due = records // _COMPARED - compared
             compared += due
-            last = (share.file, block)
             self.given.append((share, block))
             yield Work(block, due)
 

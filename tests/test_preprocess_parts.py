@@ -406,6 +406,16 @@ def test_counts_of_bad_records_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(whole.bad.values()) == [1, 2] and stored(tmp_path / "out") == stored(tmp_path / "whole")
 
 
+def test_what_is_finished_is_written_down_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow tokenizer loses seconds of work, however few bytes it has read."""
+    monkeypatch.setattr(engine, "_FINISHED_SECONDS", 0.0)
+    path = lines(tmp_path / "a.jsonl", 2000)
+    stop_after(monkeypatch, 500)
+    with pytest.raises(OSError, match="No space left"):
+        preprocess([path], str(tmp_path / "out"), options(), reading=small(), resume=True)
+    assert finished_parts(tmp_path / "out") > 2
+
+
 def test_a_part_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_FINISHED_BYTES", 1 << 13)
     path = lines(tmp_path / "a.jsonl", 2000)

@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from time import monotonic
 from typing import Any, Protocol
 
 from megatron_lite.data.index_writer import IndexedWriter, WriterState, publish_left, refuse_existing, remove_dataset
@@ -29,7 +30,8 @@ from megatron_lite.text.progress import Progress
 from megatron_lite.text.records import BadInput
 from megatron_lite.text.shares import Part, Place, Share, after, numbers_before, place_of, read, shares
 
-_FINISHED_BYTES = 1 << 28  # of input, after which the finished part is written down
+_FINISHED_BYTES = 1 << 28  # of input, after which the finished part is written down,
+_FINISHED_SECONDS = 10.0  # or after so long, whichever is first
 _COMPARED = 10_000  # one of so many records is compared with the reference tokenizer
 _AHEAD = 8  # blocks that are read before they are asked for
 
@@ -156,15 +158,15 @@ def run_job(
         first = next(source, None)
         job.begin(None if first is None else first[1], say)
         stream = Stream(source if first is None else chain([first], source), job.reading)
-        written_down, taken = total.bytes, 0
+        written_down, when, taken = total.bytes, monotonic(), 0
         for encoded in job.encoded(stream, workers, stack):
             share, block = stream.given.popleft()
             if encoded.failure is not None:
                 raise bad_input(block.file, encoded.failure, stream.numbers_before(share))
-            if total.bytes - written_down >= _FINISHED_BYTES:
+            if total.bytes - written_down >= _FINISHED_BYTES or monotonic() - when >= _FINISHED_SECONDS:
                 states_now = [writer.state() for writer in writers]
                 journal.add(Finished(place_of(share.file, block), taken, total, states_now))
-                written_down = total.bytes
+                written_down, when = total.bytes, monotonic()
             for writer, column in zip(writers, encoded.columns, strict=True):
                 writer.add_documents(column.tokens, column.lengths, column.sequences)
             total.add(encoded.counts)

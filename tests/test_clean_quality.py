@@ -17,7 +17,7 @@ from megatron_lite.clean.quality import Quality, QualityOptions
 from megatron_lite.clean.quality_lines import cut_lines
 from megatron_lite.clean.quality_measures import Measurer, Measures, class_table, measurer
 from megatron_lite.clean.step import Document
-from megatron_lite.clean.word_list import word_pattern
+from megatron_lite.clean.word_list import word_patterns
 from megatron_lite.ops.library import index_module
 
 PROSE = next(d["text"] for d in labelled() if d["id"] == "en-1").replace("\n", " ")  # 130 words
@@ -143,7 +143,10 @@ def test_list_of_words(tmp_path: Path) -> None:
     zh = "这是一个很长的句子，里面的内容没有什么问题，大家都可以放心地阅读，不会有任何的麻烦。"
     zh += "我们在这里又写了一句话，为的是让它足够长，也让它有足够多的字。"
     assert reason(quality, zh, "zh") is None
-    assert reason(quality, zh + "坏词。", "zh") == "a word of the list"
+    for language in ("zh", "ja", "fi", None):
+        assert reason(quality, zh + "坏词。", language) == "a word of the list", language
+    assert reason(quality, zh + "badword也在。", None) == "a word of the list"
+    assert reason(quality, zh + "badwords不在。", None) is None
     for text in ("BADWORD", "bad words here", "in c++ too"):
         assert reason(quality, f"{PROSE} {text}.", "en") == "a word of the list", text
     for text in ("badwords", "bad words", "xbadword"):
@@ -152,14 +155,27 @@ def test_list_of_words(tmp_path: Path) -> None:
     assert "not UTF-8" in Quality.problems(options)[0]
 
 
-def test_the_pattern_of_a_list_is_an_alternation() -> None:
+def test_patterns_of_a_list_find_its_words() -> None:
+    """Random words of a script with spaces, of one without, and of marks; the letters that may come first are many."""
     rng = random.Random(2)
-    words = ["".join(rng.choices("ab.", k=rng.randint(1, 4))) for _ in range(12)]
-    pattern = word_pattern(words, whole=False)
-    assert pattern is not None
-    for _ in range(2000):
-        text = "".join(rng.choices("abc. ", k=rng.randint(0, 6)))
-        assert (pattern.search(text) is not None) == any(word in text for word in words), (words, text)
+    letters = "ab.^-]天ท" + "".join(chr(0x4E00 + n) for n in range(40))
+    words = ["".join(rng.choices("ab.天ท", k=rng.randint(1, 4))) for _ in range(9)]
+    words += ["".join(rng.choices(letters, k=2)) for _ in range(60)] + ["ท" + letter for letter in letters] + ["ทท"]
+    words += ["bb" + letter for letter in letters]
+    patterns = word_patterns(words)
+
+    def free(word: str, text: str, at: int) -> bool:
+        before, after = text[at - 1 : at] if at else "", text[at + len(word) :][:1]
+        unspaced = letters[letters.index("天") :]
+        return (word[0] in unspaced or before not in tuple("abc")) and (word[-1] in unspaced or after not in tuple("abc"))
+
+    seen = 0
+    for _ in range(4000):
+        text = "".join(rng.choices(f"{'abc. 天ท' * 6}{letters}", k=rng.randint(0, 7)))
+        wanted = any(text.startswith(word, at) and free(word, text, at) for word in words for at in range(len(text)))
+        assert any(pattern.search(text) for pattern in patterns) == wanted, (words, text)
+        seen += wanted
+    assert 400 < seen < 3600
 
 
 def test_cut_lines_as_c4() -> None:

@@ -21,7 +21,7 @@ from megatron_lite.clean.languages import LANGUAGES, Bounds, Language
 from megatron_lite.clean.quality_lines import cut_lines, javascript_lines
 from megatron_lite.clean.quality_measures import Measures, class_table, measurer
 from megatron_lite.clean.step import Document, LocalStep
-from megatron_lite.clean.word_list import read_words, word_pattern
+from megatron_lite.clean.word_list import read_words, word_patterns
 from megatron_lite.config.values import convert
 
 _ADDRESS = re.compile(r"(?:https?://|www\.)[!-~]+")
@@ -36,8 +36,8 @@ class QualityOptions:
     bounds: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Bounds of a language that differ from its row, as in ``zh: {min_words: 200}``; the names are those of the table."""
     word_list: str = ""
-    """File of words or phrases, one a line: a document with one of them is dropped (C4). By character they are found anywhere
-    in Chinese and Japanese, else as whole words; small and large letters are the same."""
+    """File of words or phrases, one a line: a document with one of them is dropped (C4), whatever its language. Words of scripts
+    without spaces (Chinese, Japanese, Thai ...) are found anywhere, others as whole words; small and large letters are the same."""
     cut_lines: bool = False
     """Before the other rules, cut lines as C4 does: those without an end mark, with fewer than 5 words (8 characters by
     character), or that speak of JavaScript, cookies or terms of use; and drop what has fewer than 3 sentences left. Loses
@@ -88,8 +88,7 @@ class Quality(LocalStep):
         self.languages = {code: _with_bounds(row, options.bounds.get(code, {})) for code, row in LANGUAGES.items()}
         self.measure: dict[str, Callable[[str], Measures]] = {code: measurer(row, table) for code, row in self.languages.items()}
         self.measure_any = measurer(_ANY, table)
-        words = read_words(options.word_list) if options.word_list else []
-        self.whole_words, self.anywhere = word_pattern(words, whole=True), word_pattern(words, whole=False)
+        self.bad_words = word_patterns(read_words(options.word_list)) if options.word_list else []
 
     def apply(self, documents: Sequence[Document]) -> None:
         """Drop by the first rule that a document breaks."""
@@ -107,7 +106,7 @@ class Quality(LocalStep):
 
     def broken(self, text: str, language: Language | None) -> Iterator[str]:
         """The rules that a text breaks, in words."""
-        yield from self._words_of(text, language)
+        yield from self._words_of(text)
         counts = self.measure_any(text) if language is None else self.measure[language.code](text)
         characters = counts.characters
         if characters < self.options.min_characters:
@@ -120,14 +119,14 @@ class Quality(LocalStep):
             if language is not None:
                 yield from _language_bound(counts, language, characters)
 
-    def _words_of(self, text: str, language: Language | None) -> Iterator[str]:
+    def _words_of(self, text: str) -> Iterator[str]:
         options = self.options
         if options.curly_bracket and ("{" in text or "}" in text):
             yield "curly bracket"
         if options.lorem_ipsum and ("psum" in text or "PSUM" in text) and "lorem ipsum" in text.lower():
             yield "lorem ipsum"
-        pattern = self.anywhere if language is not None and language.by_character else self.whole_words
-        if pattern is not None and pattern.search(text.lower()):
+        lower = text.lower() if self.bad_words else ""
+        if any(pattern.search(lower) for pattern in self.bad_words):
             yield "a word of the list"
 
     def _shares(self, text: str, counts: Measures, all_characters: int) -> Iterator[str]:

@@ -17,7 +17,7 @@ A, B, C of texts each near the one before, C stays, since only B was near it. Th
 one that stays (here that holds for the first two links of a chain with a similarity of at least 2 threshold - 1), but
 a decision waits for all earlier ones, over all buckets.
 
-**Memory and disk.** The keys of one bucket are in memory: with the default 16 bands about 25 bytes for each document of
+**Memory and disk.** The keys of one bucket are in memory: with the default 16 bands less than 90 bytes for each document of
 the corpus. The shingles are on disk, 4 bytes for each token and, for English, two thirds of the size of the text.
 """
 

@@ -22,6 +22,8 @@ from typing import IO, Any
 
 import zstandard
 
+from megatron_lite.text.records import count_lines
+
 FRAME_BYTES = 1_000_000  # of text
 _LEVEL = 1  # of zstd: 7% larger than its default, and not half the work, which was most of that of writing
 SHARD_BYTES = 128_000_000  # of text
@@ -166,7 +168,7 @@ class ShardWriter:
             end = min((number + 1) * self._shard_bytes, (frame + 1) * FRAME_BYTES) - self._at
             stop = first_line(data, done + end)
             is_first = frame != self._frame or number != self._number
-            self._file.add(memoryview(data)[done:stop], data.count(b"\n", done, stop), is_first)
+            self._file.add(memoryview(data)[done:stop], count_lines(data, done, stop), is_first)
             self._number, self._frame = number, frame
             self._at += stop - done
             done = stop

@@ -25,7 +25,7 @@ from typing import IO, Any, Protocol
 
 from megatron_lite.config.text_files import TAR
 from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions, Lines, Name
-from megatron_lite.text.records import BYTE_ORDER_MARK, BadInput
+from megatron_lite.text.records import BYTE_ORDER_MARK, BadInput, count_lines
 
 _ZSTD_LEAST, _ZSTD_MOST = 1 << 6, 1 << 13  # packed bytes at a time, ...
 _ZSTD_UNPACKED = 1 << 20  # ... so that they unpack to about as much as this, whatever they hold
@@ -189,10 +189,10 @@ def line_blocks(path: str, name: Name, options: InputOptions, start: int, stop: 
                         _refuse_array(where, data)
                     before, wanted = _cut(data, start - offset, None if stop is None else stop - offset)
                     if wanted:
-                        first = line + data.count(b"\n", 0, before)
+                        first = line + count_lines(data, 0, before)
                         text = wanted if encoding == "utf-8" or is_wide(encoding) else to_utf8(wanted, encoding)
                         yield Lines(where, first, text, offset + before, counted.taken)
-                    line += data.count(b"\n")
+                    line += count_lines(data)
                     offset += len(data)
                     if stop is not None and offset >= stop:
                         return

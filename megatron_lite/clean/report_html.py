@@ -1,14 +1,13 @@
-"""The report of a cleaning run as one HTML file, without anything from outside; its numbers are those of the JSON."""
+"""The report of a cleaning run as one HTML file, without anything from outside; it holds every number of the JSON, with all digits."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from megatron_lite.clean.report import percent
-
-_SOURCES = 100  # rows of a table of sources
+_SOURCES = 100  # rows of a table of sources that are seen at once
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -40,6 +39,8 @@ def as_html(report: dict[str, Any]) -> bytes:
     body += ["<h3>kept</h3>", _bars(report["lengths_out"])]
     for step in report["steps"]:
         body += _step(step)
+    body += ["<h2>What was run</h2>", _folded("inputs", _pre(report["inputs"])), _folded("pipeline", _pre(report["pipeline"]))]
+    body.append(f"<p>{escape(report['format'])}, version {report['version']}</p>")
     head = f'<meta charset="utf-8"><title>Cleaning report</title><style>{_STYLE}</style>'
     return f"<!DOCTYPE html>\n<html><head>{head}</head><body>\n{chr(10).join(body)}\n</body></html>\n".encode(
         "utf-8", "replace"
@@ -54,7 +55,7 @@ _FLOW_HEAD = (
 def _flow_row(name: str, flow: Mapping[str, Any]) -> tuple[Cell, ...]:
     cells: list[Cell] = [name]
     for what in ("documents", "characters"):
-        cells += [flow[f"{what}_in"], flow[f"{what}_out"], percent(flow[f"{what}_kept"])]
+        cells += [flow[f"{what}_in"], flow[f"{what}_out"], _share(flow[f"{what}_kept"])]
     return tuple(cells)
 
 
@@ -72,24 +73,31 @@ def _step(step: Mapping[str, Any]) -> list[str]:
         parts += [f"<h3>{escape(title)}</h3>", _bars(bins)]
     if step["lengths_dropped"]:
         parts += ["<h3>Lengths of what was dropped, characters</h3>", _bars(step["lengths_dropped"])]
-    parts += ["<details><summary>by source</summary>", _sources(step["sources"]), "</details>"]
-    if step["samples"]:
-        parts.append("<details><summary>samples of what was dropped</summary>")
-        for sample in step["samples"]:
-            parts.append(
-                f"<p>{escape(sample['place'])}: <b>{escape(sample['reason'])}</b></p><pre>{escape(sample['text'])}</pre>"
-            )
-        parts.append("</details>")
-    return parts
+    parts.append(_folded("lengths of what came, characters", _bars(step["lengths_in"])))
+    parts.append(_folded("by source", _sources(step["sources"])))
+    samples = [
+        f"<p>{escape(sample['place'])} ({escape(sample['source'])}): <b>{escape(sample['reason'])}</b></p>"
+        f"<pre>{escape(sample['text'])}</pre>"
+        for sample in step["samples"]
+    ]
+    return [*parts, _folded("samples of what was dropped", "\n".join(samples))] if samples else parts
+
+
+def _folded(title: str, content: str) -> str:
+    return f"<details><summary>{title}</summary>\n{content}\n</details>"
+
+
+def _pre(values: Any) -> str:
+    return f"<pre>{escape(json.dumps(values, indent=1, ensure_ascii=False))}</pre>"
 
 
 def _sources(sources: Mapping[str, Mapping[str, Any]]) -> str:
-    """The largest sources; how many others there are is said."""
+    """The largest sources first, the smaller ones folded away."""
     largest = sorted(sources, key=lambda name: (-sources[name]["documents_in"], name))
-    table = _table(_FLOW_HEAD, [_flow_row(name, sources[name]) for name in largest[:_SOURCES]])
-    if len(largest) > _SOURCES:
-        table += f"<p>and {len(largest) - _SOURCES:,} smaller sources, which are in the JSON form of this report</p>"
-    return table
+    rows = [_flow_row(name, sources[name]) for name in largest]
+    table = _table(_FLOW_HEAD, rows[:_SOURCES])
+    rest = rows[_SOURCES:]
+    return table + _folded(f"{len(rest):,} smaller sources", _table(_FLOW_HEAD, rest)) if rest else table
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
@@ -107,9 +115,12 @@ _N = ' class="n"'
 
 
 def _text(cell: Cell) -> str:
-    if isinstance(cell, int) and not isinstance(cell, bool):
-        return f"{cell:,}"
-    return f"{cell:.6g}" if isinstance(cell, float) else str(cell)
+    return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)
+
+
+def _share(share: float | None) -> str:
+    """With the six digits that a share has in the JSON."""
+    return "-" if share is None else f"{share:.4%}"
 
 
 def _bars(bins: Mapping[str, int]) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import random
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -25,6 +27,7 @@ from megatron_lite.text.tokenizer_bpe import byte_alphabet
 from megatron_lite.text.tokenizer_fast import Encoder, FastDiffers, Ids, NotFast, encoder_of, flat, surrounded
 from megatron_lite.text.tokenizer_probes import hard_texts, unassigned
 
+ROOT = Path(__file__).resolve().parent.parent
 WORDS = "the quick brown fox's tail isn't 2024 über Straße naïve 今天 天气 很好 привет мир 3.14 foo_bar() {x: [1, 2]}".split()
 KINDS = ("hf", "hf with ends", "gpt2", "tiktoken", "tiktoken json", "sp", "sp with begin")
 
@@ -391,6 +394,35 @@ def test_a_text_that_the_fast_form_refuses_is_encoded_by_the_reference(
     assert found[1:] == ["a panic", "fine"] and said == []
 
 
+MEASURED = """
+import sys
+from megatron_lite.cli.preprocess import main
+status = main(sys.argv[1:])
+print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("tokenizer", [
+    ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "plain.json", "--eod-token", "</s>"],
+    ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", "sp.model"],
+])  # fmt: skip
+def test_memory_does_not_grow_with_the_input(files: Path, tmp_path: Path, tokenizer: list[str]) -> None:
+    """Of the command, to its end, for 400,000 documents and 50 MB more."""
+    found = []
+    for times in (8, 48):
+        path = tmp_path / f"{times}.jsonl"
+        path.write_bytes((b'{"text": "a"}\n' * 10_000 + b'{"text": "%s"}\n' % (b"some words " * 2_000) * 50) * times)
+        command = [sys.executable, "-c", MEASURED, "--input", str(path), "--output-prefix", str(tmp_path / f"{times}")]
+        done = subprocess.run(
+            [*command, "--append-eod", *tokenizer], cwd=files, env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        assert f"{10_050 * times:,} documents" in done.stdout
+        found.append(int(done.stdout.split()[-1]) << 10)
+    assert found[1] - found[0] < 30 << 20, found
+
+
 def test_what_is_remembered_is_bounded(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fast form is made anew when the process has grown, and the ids stay those of the reference."""
     import gigatoken.gigatoken_rs as rs
@@ -432,6 +464,6 @@ def test_outputs_are_the_reference_s(files: Path, tmp_path: Path, kind: str, wor
         counts = preprocess(
             [path], str(tmp_path / f"out{fast}"), options, workers=workers, say=lambda line: pytest.fail(line)
         )
-        stored.append([(tmp_path / f"out{fast}_text_document.{s}").read_bytes() for s in ("bin", "idx", "meta.json")])
+        stored.append([(tmp_path / f"out{fast}_text_sentence.{s}").read_bytes() for s in ("bin", "idx", "meta.json")])
         assert counts.empty == 2 and counts.holds_eod == (kind == "hf with ends")
     assert stored[0] == stored[1]

@@ -157,7 +157,7 @@ def test_sentences_are_sequences(tmp_path: Path, workers: int) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b. C"}, {"text": "d"}])
     run(path, tmp_path / "out", workers, split_sentences=True, append_eod=True)
     ids = [[[97, 256]], [[98, 46], [67, 256]], [[100, 256]]]
-    stored = tuple((tmp_path / f"out_text_document.{s}").read_bytes() for s in ("bin", "idx"))
+    stored = tuple((tmp_path / f"out_text_sentence.{s}").read_bytes() for s in ("bin", "idx"))  # Megatron-LM's name
     assert stored == expected_files(ids)
 
 
@@ -169,6 +169,7 @@ def test_sentences_are_sequences(tmp_path: Path, workers: int) -> None:
         ("一。二！三？四", ["一。", "二！", "三？", "四"]),
         ("他说：“好。”然后走了。", ["他说：“好。”", "然后走了。"]),
         ("真的？！是。", ["真的？！", "是。"]),
+        ("A title\n\nOne. Two\nlines", ["A title", "One.", "Two\nlines"]),
     ],
 )  # fmt: skip
 def test_where_sentences_end(text: str, sentences: list[str]) -> None:

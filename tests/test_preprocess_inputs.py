@@ -182,7 +182,7 @@ def test_megatron_flags_keep_their_meaning(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     flags = ["--append-eod", "--workers", "2", "--partitions", "2", "--keep-sequential-samples", "--log-interval", "1"]
     assert tool(tmp_path, "--input", tmp_path / "a.jsonl", "--json-keys", "text", "--split-sentences", *flags) == 0
-    dataset = IndexedDataset(tmp_path / "out_text_document")
+    dataset = IndexedDataset(tmp_path / "out_text_sentence")
     assert [dataset.sequence(i).tolist() for i in range(3)] == [
         list(b"One."),
         [*b"Two.", 256],

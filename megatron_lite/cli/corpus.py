@@ -35,7 +35,7 @@ def add_reading_flags(group: argparse._ArgumentGroup) -> None:
 
 def add_running_flags(group: argparse._ArgumentGroup) -> None:
     """How a run that tokenizes goes; :func:`running_options` reads them."""
-    group.add_argument("--workers", type=_workers, default=1, help="tokenizing processes or threads (default: 1)")
+    group.add_argument("--workers", type=at_least_one, default=1, help="tokenizing processes or threads (default: 1)")
     text = "read the i-th of n parts of the input, from 0; `megatron-lite data merge` joins their outputs in order"
     group.add_argument("--part", metavar="i/n", help=text)
     text = "go on where a run with these flags was ended, and if this one is ended leave what is needed to go on"
@@ -46,7 +46,7 @@ def add_running_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--log-interval", type=int, default=10000, help=text)
 
 
-def _workers(text: str) -> int:
+def at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give at least 1")
     return int(text)

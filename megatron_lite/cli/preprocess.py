@@ -15,6 +15,7 @@ from functools import partial
 from megatron_lite.cli.corpus import (
     add_reading_flags,
     add_running_flags,
+    at_least_one,
     check_prefix,
     left_by,
     running_options,
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     add_reading_flags(data)
     text = "keys to tokenize, an output pair each (default: text)"
     data.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
-    text = "outputs are PREFIX_KEY_document.bin, .idx and .meta.json"
+    text = "outputs are PREFIX_KEY_document.bin, .idx and .meta.json (PREFIX_KEY_sentence with --split-sentences)"
     data.add_argument("--output-prefix", required=True, metavar="PREFIX", help=text)
     data.add_argument("--overwrite", action="store_true", help="replace outputs that are there")
     text = "leave bad records out and count them by reason (default: stop at the first)"
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     run = p.add_argument_group("running")
     add_running_flags(run)
     text = "no effect here: the input is streamed, no partition files are made"
-    run.add_argument("--partitions", type=int, default=1, help=text)
+    run.add_argument("--partitions", type=at_least_one, default=1, help=text)
     run.add_argument("--keep-sequential-samples", action="store_true", help="no effect here: order is always kept")
     return p
 
@@ -111,5 +112,5 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
         **running_options(args),
     )
     lines = [summary(counts, time.monotonic() - started)]
-    lines += [f"written: {args.output_prefix}_{key}_document (.bin, .idx, .meta.json)" for key in options.keys]
+    lines += [f"written: {options.output(args.output_prefix, key)} (.bin, .idx, .meta.json)" for key in options.keys]
     return DONE, "\n".join(lines)

@@ -27,6 +27,7 @@ from megatron_lite.text.tokenizer_fast import Encoder, FastDiffers, Ids, encoder
 SENTENCE_END = regex.compile(
     r"(?<=[.!?][\"')\]]*)\s+(?=\p{Lu}|\p{N}|[\"'(\[])"  # Latin script: a mark, white space, a capital
     r"|(?<=[。！？][”」』）]*)(?![。！？”」』）])"  # Chinese, Japanese: a mark, its quotes  # noqa: RUF001
+    r"|\n\s*\n"  # a paragraph
 )
 _LONG = 200_000  # characters; a longer text is not compared with the reference, which would take its time
 
@@ -50,6 +51,10 @@ class Options:
     split_sentences: bool = False
     skip_bad: bool = False
     fast: bool = True
+
+    def output(self, prefix: str, key: str) -> str:
+        """The prefix of a key's dataset, named as by Megatron-LM."""
+        return f"{prefix}_{key}_{'sentence' if self.split_sentences else 'document'}"
 
 
 @dataclass

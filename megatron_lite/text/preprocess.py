@@ -52,7 +52,7 @@ def preprocess(
     reading: InputOptions | None = None,
     **running: Any,
 ) -> Counts:
-    """Tokenize files into ``PREFIX_KEY_document.bin/.idx/.meta.json``, one pair per key.
+    """Tokenize files into ``PREFIX_KEY_document.bin/.idx/.meta.json`` (``_sentence`` with ``split_sentences``), a pair for each key.
 
     Args:
         inputs: files, as :func:`megatron_lite.text.inputs.expand_inputs` gives them.
@@ -78,7 +78,7 @@ class _Texts:
             raise ValueError(f"--json-keys {' '.join(keys)}: each key once, since each has an output of its own")
         self.options, self.reading = options, replace(reading, keys=keys)
         self.tokenizer = options.tokenizer()  # before any work: a tokenizer without an end token is refused here
-        self.outputs = [f"{prefix}_{key}_document" for key in keys]
+        self.outputs = [options.output(prefix, key) for key in keys]
         flags = {name: getattr(options, name) for name in ("append_eod", "split_sentences", "skip_bad")}
         read = {"encoding": reading.encoding, "separator": reading.separator}
         self.identity = {"tokenizer": self.tokenizer.fingerprint, "json_keys": list(keys), **flags, **read}

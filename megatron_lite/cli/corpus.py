@@ -47,6 +47,7 @@ def add_running_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def at_least_one(text: str) -> int:
+    """The number a flag gives, refused below 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give at least 1")
     return int(text)

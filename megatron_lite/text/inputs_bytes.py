@@ -25,7 +25,7 @@ from typing import IO, Any, Protocol
 
 from megatron_lite.config.text_files import TAR
 from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions, Lines, Name
-from megatron_lite.text.records import BYTE_ORDER_MARK, BadInput, count_lines
+from megatron_lite.text.records import BYTE_ORDER_MARK, BadInput, count_lines, excerpt
 
 _ZSTD_LEAST, _ZSTD_MOST = 1 << 6, 1 << 13  # packed bytes at a time, ...
 _ZSTD_UNPACKED = 1 << 20  # ... so that they unpack to about as much as this, whatever they hold
@@ -272,4 +272,5 @@ def _cut(data: bytes, start: int, stop: int | None) -> tuple[int, bytes]:
 def _refuse_array(file: str, data: bytes) -> None:
     if _ARRAY.match(data.removeprefix(BYTE_ORDER_MARK)[:256]):
         remedy = "jq -c '.[]' FILE > FILE.jsonl"
-        raise BadInput(f"{file}:1: a JSON array, where each line must be an object; make lines of it: {remedy}")
+        why = f"a JSON array, where each line must be an object; make lines of it: {remedy}"
+        raise BadInput(f"{file}:1: {why}: {excerpt(data)}")

@@ -215,15 +215,27 @@ def test_the_page_shows_hostile_text_as_text(tmp_path: Path) -> None:
     assert page.css("pre")[0].text() == text and source in [cell.text() for cell in page.css("td")]
 
 
-def test_more_parts_than_documents_finish(good: list[str], tmp_path: Path) -> None:
-    for name, text in (("few", '{"text": "a"}\n{"text": "b"}\n'), ("none", "")):
-        config, data = write(tmp_path / "d.yaml", "steps: [exact, quality]\n"), write(tmp_path / f"{name}.jsonl", text)
-        flags = ["--config", config, "--input", data, "--output"]
-        assert run([*flags, str(tmp_path / f"{name}-alone")]) == DONE
-        for _ in range(3):
-            codes = [run([*flags, str(tmp_path / name), "--part", f"{number}/5"]) for number in range(5)]
-        assert set(codes) == {DONE}
-        assert files_of(tmp_path / name) == files_of(tmp_path / f"{name}-alone")
+def test_more_parts_than_documents_finish(tmp_path: Path) -> None:
+    config, data = write(tmp_path / "d.yaml", "steps: [exact, quality]\n"), write(tmp_path / "few.jsonl", '{"text": "a"}\n{"text": "b"}\n')
+    flags = ["--config", config, "--input", data, "--output"]
+    assert run([*flags, str(tmp_path / "alone")]) == DONE
+    for _ in range(3):
+        codes = [run([*flags, str(tmp_path / "parts"), "--part", f"{number}/5"]) for number in range(5)]
+    assert set(codes) == {DONE}
+    assert files_of(tmp_path / "parts") == files_of(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("text", ["", '{"text": " "}\n', '{"text": 5}\n\n'])
+def test_a_corpus_without_documents_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As preprocessing does; whatever its parts."""
+    config, data = write(tmp_path / "d.yaml", "steps: [exact, quality]\n"), write(tmp_path / "none.jsonl", text)
+    flags = ["--config", config, "--input", data, "--skip-bad", "--output", str(tmp_path / "out")]
+    assert run(flags) == CONFIGURATION
+    assert f"error: no document in {data}: {int(' ' in text and '5' not in text)} empty" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["d.yaml", "none.jsonl"]
+    for _ in range(2):
+        codes = [run([*flags, "--part", f"{number}/2"]) for number in range(2)]
+    assert set(codes) == {CONFIGURATION} and not (tmp_path / "out").exists()
 
 
 def test_bad_input_is_told_with_file_and_line(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

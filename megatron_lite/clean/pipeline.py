@@ -40,7 +40,7 @@ from megatron_lite.clean.shards import (
 )
 from megatron_lite.clean.step import CorpusStep, bucket_path
 from megatron_lite.config.values import plain
-from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions
+from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions, called
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed, without_workers
 from megatron_lite.text.records import BadInput
 
@@ -125,7 +125,7 @@ class Run:
         """Do what this part can do; the report, or None when the output was complete before.
 
         Raises:
-            BadInput: a bad record, a worker that died; nothing stands under the output's name.
+            BadInput: a bad record, no document at all (a part may be without); nothing stands under the output's name.
             FileExistsError: the output is there and is another run's.
             PartsMissing, PlanDiffers: as of the work directory.
             StepFailed: a step raised.
@@ -326,6 +326,10 @@ class Run:
     def _finish(self, known_as: str) -> dict[str, Any]:
         """Cut the shards, write the report and what corpus steps save, and give everything its name."""
         report = self.report()
+        if not report["total"]["documents_in"]:
+            empty, bad = report["records"]["empty"], report["records"]["bad"]
+            why = "".join(f"; {n:,} bad: {reason}" for reason, n in bad.items())
+            raise BadInput(f"no document in {called(self.inputs)}: {empty:,} empty and {sum(bad.values()):,} bad records{why}")
         self.documents.write(len(self.stages) - 1, known_as)
         if self.dropped is not None:
             self.dropped.write(len(self.stages), known_as)

@@ -28,6 +28,7 @@ if ! has_everything "$python"; then
 fi
 export PATH="$(cd "$(dirname "$(command -v "$python")")" && pwd):$PATH"  # tests start torchrun and tools by name
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+unset PYTHONDONTWRITEBYTECODE # else each of the hundreds of processes that tests start compiles what it imports
 
 echo "== building csrc"
 "$python" -m megatron_lite.ops.build || echo "csrc was not built: the plain PyTorch paths are tested"

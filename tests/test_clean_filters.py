@@ -15,7 +15,20 @@ import torch
 from cleaning_fixture import BENCHMARK, Labels, labelled, measured
 
 from megatron_lite.clean.decontaminate import Decontaminate, DecontaminateOptions
-from megatron_lite.clean.drift import Drift, DriftOptions, Sample, compare, features, limit, sample_of
+from megatron_lite.clean.drift import (
+    MOVED,
+    SAME,
+    TOO_FEW,
+    Drift,
+    DriftOptions,
+    Moved,
+    Sample,
+    chance,
+    compare,
+    features,
+    finding,
+    sample_of,
+)
 from megatron_lite.clean.language import CODES, Language, LanguageOptions, sample
 from megatron_lite.clean.perplexity import Perplexity, PerplexityOptions
 from megatron_lite.clean.step import Document
@@ -336,11 +349,21 @@ def test_drift_as_a_step_names_what_moved(tmp_path: Path) -> None:
         assert (set(moved) <= set(named)) if moved else facts.warnings == [], (name, facts)
         assert facts.numbers["documents compared, new"] == 700
     assert Drift.facts(options, None).warnings  # an empty corpus is said
+    step = Drift(options)
+    step.apply([Document("three documents"), Document("of another"), Document("kind")])
+    with open(tmp_path / "old.jsonl", "a") as file:
+        file.write('{"text": 5}\n')
+    facts = Drift.facts(options, step.take_notes())
+    assert "too few documents to tell whether length moved: D 1.000" in facts.warnings[0]
+    assert facts.numbers["bad records of the reference: the value of 'text' is a number, not a string"] == 1
     assert len(Drift.problems(DriftOptions("x", threshold=1.5, sample=3))) == 2
 
 
-def test_small_samples_are_not_alarming() -> None:
-    assert limit(0.1, 5000, 5000) == 0.1 and limit(0.1, 100, 100) == pytest.approx(0.2758, abs=1e-3)
+def test_small_samples_do_not_tell() -> None:
+    assert chance(5000, 5000) == pytest.approx(0.039) and chance(100, 100) == pytest.approx(0.2758, abs=1e-3)
+    kinds = {d: finding(Moved("length", d, 1, 2), 0.1, chance(100, 100))[0] for d in (0.0, 0.1, 0.2, 0.27, 0.28, 1.0)}
+    assert list(kinds.values()) == [SAME, SAME, TOO_FEW, TOO_FEW, MOVED, MOVED]
+    assert finding(Moved("length", 1.0, 1, 2), 0.1, chance(3, 3))[0] == TOO_FEW
 
 
 def test_drift_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,3 +401,11 @@ def test_drift_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     capsys.readouterr()
     assert main("data drift old.jsonl bad.jsonl".split()) == 2
     assert "bad.jsonl:2" in capsys.readouterr().err
+    assert main("data drift old.jsonl bad.jsonl --skip-bad".split()) == 2  # one document is left
+    out = capsys.readouterr().out
+    assert "1 bad in the new corpus: no key 'text'" in out and "too few documents to tell whether length moved: D 1.000" in out
+    assert main("data drift bad.jsonl other.jsonl --skip-bad --json".split()) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["result"] == "too few documents" and found["bad"] == {"reference": {"no key 'text'": 1}, "new": {}}
+    assert main("data drift bad.jsonl --skip-bad --save-profile bad.drift.json".split()) == 0
+    assert capsys.readouterr().out.startswith("1 bad in the reference corpus: no key 'text'\nbad.drift.json: 1 documents")

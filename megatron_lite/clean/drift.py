@@ -4,8 +4,8 @@ Length (bytes of UTF-8), compression ratio (bytes for each byte that zlib makes 
 tokens (bits; by default the tokens are bytes) are compared by the two-sample Kolmogorov-Smirnov statistic D, the largest
 distance between the two distribution functions: 0 is none, 1 is all. The threshold is on D. The probability p of the usual
 test asks whether the difference can be chance; with millions of documents it never is, and p is 0 however small the
-difference. Chance alone makes D 1.95 * sqrt(1/n + 1/m) once in a thousand comparisons, 0.04 for samples of 5,000: where
-samples are so small that this is above the threshold, it is the threshold.
+difference. Chance alone makes D 1.95 * sqrt(1/n + 1/m) once in a thousand comparisons, 0.04 for samples of 5,000: where D is
+above the threshold and not above that, there are too few documents to tell.
 
 Samples are fixed: of each corpus the documents whose text has the smallest keyed hashes. They do not depend on order,
 workers or parts, and the same document is taken again when it comes back.
@@ -22,6 +22,7 @@ import importlib.util
 import json
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs
 
 FEATURES = ("length", "compression ratio", "token entropy")
 PROFILE = ".drift.json"
+SAME, MOVED, TOO_FEW = "same", "moved", "too few documents"
 BYTES = "bytes"  # the tokens when no tokenizer is given
 _KEY = b"megatron-lite drift sample"
 Row = tuple[int, float, float, float]  # hash, and the features
@@ -118,10 +120,20 @@ def features(data: bytes, tokens: Sequence[int] | None = None) -> tuple[float, f
     return float(len(data)), len(data) / len(zlib.compress(data, 6)), max(0.0, entropy)
 
 
-def limit(threshold: float, reference: int, new: int) -> float:
-    """The largest D that is no drift, for samples of these sizes: no less than chance gives once in a thousand comparisons
-    of samples from one corpus (Smirnov 1948)."""
-    return max(threshold, 1.95 * math.sqrt(1 / reference + 1 / new))
+def chance(reference: int, new: int) -> float:
+    """The D that samples of these sizes from one corpus reach once in a thousand comparisons (Smirnov 1948)."""
+    return 1.95 * math.sqrt(1 / reference + 1 / new)
+
+
+def finding(moved: Moved, threshold: float, by_chance: float) -> tuple[str, str]:
+    """(:data:`MOVED`, :data:`TOO_FEW` or :data:`SAME`, what is said about it)."""
+    if moved.d <= threshold:
+        return SAME, ""
+    medians = f"(median {moved.reference:.4g} in the reference, {moved.new:.4g} now)"
+    if moved.d > by_chance:
+        return MOVED, f"drift: {moved.feature} moved, D {moved.d:.3f} is above {threshold:.3g} {medians}"
+    told = f"D {moved.d:.3f} is above {threshold:.3g}, but chance alone makes it up to {by_chance:.3g} {medians}"
+    return TOO_FEW, f"drift: too few documents to tell whether {moved.feature} moved: {told}"
 
 
 def compare(reference: Sequence[Row], new: Sequence[Row]) -> list[Moved]:
@@ -142,11 +154,20 @@ def compare(reference: Sequence[Row], new: Sequence[Row]) -> list[Moved]:
     return sorted(found, key=lambda moved: -moved.d)
 
 
-def sample_of(path: str, size: int, reading: InputOptions, tokens: Tokens | None = None, named: str = BYTES) -> list[Row]:
+def sample_of(
+    path: str,
+    size: int,
+    reading: InputOptions,
+    tokens: Tokens | None = None,
+    named: str = BYTES,
+    bad: Counter[str] | None = None,
+) -> list[Row]:
     """The sample of a corpus (a file, pattern or directory), or of a profile; ``named`` says what ``tokens`` are.
 
+    Bad records are counted in ``bad``, by reason.
+
     Raises:
-        ValueError: a file that cannot be read, a bad record, a profile of other samples.
+        ValueError: a file that cannot be read, a profile of other samples, a bad record where they are not counted.
     """
     if path.endswith(PROFILE):
         return load_profile(path, size, named)
@@ -154,8 +175,11 @@ def sample_of(path: str, size: int, reading: InputOptions, tokens: Tokens | None
     check_options(reading, files)
     for number, file in enumerate(files):
         for block in open_input(file, reading):
-            for document in read_block(number, block, 0, Keys(*reading.keys), skip_bad=False).documents:
+            records = read_block(number, block, 0, Keys(*reading.keys), skip_bad=bad is not None)
+            for document in records.documents:
                 sample.add(document.text)
+            if bad is not None:
+                bad.update(records.bad)
     return sample.take()
 
 
@@ -212,19 +236,19 @@ class Drift(LocalStep):
 
     @staticmethod
     def facts(options: DriftOptions, notes: list[Row] | None) -> Facts:
-        """D of each feature, and a warning for those above the threshold."""
-        facts = Facts()
+        """D of each feature, and a warning for those above the threshold. (A bad record of the reference must not end a long run.)"""
+        facts, bad = Facts(), Counter[str]()
         new = smallest([tuple(row) for row in notes or []], options.sample)  # type: ignore[misc]
-        reference = sample_of(options.reference, options.sample, InputOptions((options.text_key,)))
+        reference = sample_of(options.reference, options.sample, InputOptions((options.text_key,)), bad=bad)
         facts.numbers = {"documents compared, reference": len(reference), "documents compared, new": len(new)}
+        facts.numbers.update({f"bad records of the reference: {reason}": n for reason, n in bad.items()})
         if not new or not reference:
             facts.warnings.append("drift: one of the corpora is empty, nothing was compared")
             return facts
-        most = limit(options.threshold, len(reference), len(new))
         for moved in compare(reference, new):
             facts.numbers[f"D of {moved.feature}"] = round(moved.d, 4)
-            if moved.d > most:
-                facts.warnings.append(sentence(moved, most))
+            kind, told = finding(moved, options.threshold, chance(len(reference), len(new)))
+            facts.warnings += [told] if kind != SAME else []
         return facts
 
     @staticmethod
@@ -243,11 +267,3 @@ class Drift(LocalStep):
     def files(options: DriftOptions) -> Sequence[str]:
         """The reference."""
         return [options.reference]
-
-
-def sentence(moved: Moved, most: float) -> str:
-    """What moved, in words."""
-    return (
-        f"drift: {moved.feature} moved, D {moved.d:.3f} is above {most:.3g} "
-        f"(median {moved.reference:.4g} in the reference, {moved.new:.4g} now)"
-    )

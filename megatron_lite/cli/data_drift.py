@@ -1,6 +1,6 @@
 """``megatron-lite data drift REFERENCE NEW``: whether a corpus has moved away from another one, and in what.
 
-Exit status: 0 nothing moved, 1 something did, 2 configuration or input.
+Exit status: 0 nothing moved, 1 something did, 2 configuration, input, or too few documents to tell.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from megatron_lite.cli.corpus import add_reading_flags, status_of, strict
 from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags, tokenizer_options
-from megatron_lite.config.exit_codes import DONE, ERROR
+from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--text-key", default="text", help="field that holds the text (default: text)")
     add_reading_flags(p.add_argument_group("reading of corpora"))
     add_tokenizer_flags(p.add_argument_group("tokenizer, whose tokens' entropy is compared (default: that of bytes)"), None)
+    text = "leave bad records out and count them by reason (default: stop at the first)"
+    p.add_argument("--skip-bad", action="store_true", help=text)
     p.add_argument("--save-profile", metavar="FILE", help="write the reference's numbers here; the name ends with .drift.json")
     p.add_argument("--json", action="store_true", help="print the numbers as JSON")
     return p
@@ -46,14 +49,17 @@ def run(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> tuple[int, str]:
     from megatron_lite.clean.drift import (
         BYTES,
+        MOVED,
         PROFILE,
+        SAME,
+        TOO_FEW,
         Drift,
         DriftOptions,
+        chance,
         compare,
-        limit,
+        finding,
         sample_of,
         save_profile,
-        sentence,
     )
     from megatron_lite.text.inputs import InputOptions
 
@@ -71,17 +77,28 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
         tokens = build_tokenizer(args.tokenizer_type, **tokenizer_options(args)).encode
         named = f"{args.tokenizer_type} {os.path.basename(args.tokenizer_model or args.vocab_file or '')}".strip()
     reading = InputOptions((args.text_key,), args.encoding, args.document_separator)
-    reference = sample_of(args.reference, args.sample, reading, tokens, named)
+    bad: dict[str, Counter[str]] = {"reference": Counter(), "new": Counter()}
+    reference = sample_of(args.reference, args.sample, reading, tokens, named, bad["reference"] if args.skip_bad else None)
     if args.save_profile is not None:
         save_profile(args.save_profile, reference, args.sample, named)
     if args.new is None:
-        return DONE, f"{args.save_profile}: {len(reference)} documents of {args.reference}"
-    new = sample_of(args.new, args.sample, reading, tokens, named)
-    moved, most = compare(reference, new), limit(args.threshold, len(reference), len(new))
-    status = ERROR if moved[0].d > most else DONE
+        return DONE, "\n".join([*_bad(bad), f"{args.save_profile}: {len(reference)} documents of {args.reference}"])
+    new = sample_of(args.new, args.sample, reading, tokens, named, bad["new"] if args.skip_bad else None)
+    by_chance = chance(len(reference), len(new))
+    found = {m: finding(m, args.threshold, by_chance) for m in compare(reference, new)}
+    kinds = [kind for kind, _ in found.values()]
+    result = next((kind for kind in (MOVED, TOO_FEW) if kind in kinds), SAME)
+    status = {SAME: DONE, MOVED: ERROR, TOO_FEW: CONFIGURATION}[result]
     if args.json:
-        values = {m.feature: {"D": m.d, "median": [m.reference, m.new]} for m in moved}
-        return status, json.dumps({"threshold": most, "documents": [len(reference), len(new)], "features": values})
-    lines = [f"{len(reference)} documents of the reference, {len(new)} new; D above {most:.3g} is drift"]
-    lines += [f"{m.feature:<18} D {m.d:.3f}   median {m.reference:.4g} -> {m.new:.4g}" for m in moved]
-    return status, "\n".join([*lines, *(sentence(m, most) for m in moved if m.d > most)])
+        values = {m.feature: {"D": m.d, "median": [m.reference, m.new], "result": kind} for m, (kind, _) in found.items()}
+        limits = {"threshold": args.threshold, "chance": by_chance}
+        documents = [len(reference), len(new)]
+        return status, json.dumps({"result": result, **limits, "documents": documents, "bad": bad, "features": values})
+    lines = [*_bad(bad), f"{len(reference)} documents of the reference, {len(new)} new; D above {args.threshold:.3g} is drift"]
+    lines += [f"{m.feature:<18} D {m.d:.3f}   median {m.reference:.4g} -> {m.new:.4g}" for m in found]
+    return status, "\n".join([*lines, *(told for _, told in found.values() if told)])
+
+
+def _bad(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Lines about the records that were left out."""
+    return [f"{n:,} bad in the {corpus} corpus: {reason}" for corpus, found in counts.items() for reason, n in found.items()]

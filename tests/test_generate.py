@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from byte_tokenizer import Bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -462,21 +463,6 @@ def test_layouts_that_the_model_does_not_take(saved: dict[str, Path]) -> None:
 
 
 # ---- printing
-
-
-class Bytes:
-    """A tokenizer of bytes."""
-
-    vocab_size, eod_id, fingerprint = 257, 256, "bytes"
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(ids).decode(errors="replace")
 
 
 class Words(Bytes):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from byte_tokenizer import Bytes
 from dirty_inputs import ALL, EACH_DIRTY_FILE, FOLDER, Dirty, options_of
 
 from megatron_lite.cli import preprocess as cli
@@ -24,21 +25,6 @@ from megatron_lite.text.preprocess import Options, preprocess
 from megatron_lite.text.records import BadInput
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-class Bytes:
-    """A tokenizer of bytes; 256 ends a document."""
-
-    vocab_size, eod_id, fingerprint = 257, 256, "bytes"
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode()
 
 
 def documents(prefix: Path | str) -> list[str]:

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import NamedTuple
 
 LINES: tuple[str, ...] = (".jsonl", ".json", ".ndjson")
 PLAIN = ".txt"
+STANDARD_INPUT = "-"
 PACKINGS: tuple[str, ...] = (".gz", ".zst", ".bz2", ".xz")
 PARQUET, DAT, TAR = ".parquet", ".dat.zst", ".jsonl.zst.tar"
 SUPPORTED = f"{', '.join(LINES)}, {PLAIN} (each also with {', '.join(PACKINGS)}), {PARQUET}, {DAT}, {TAR}"
 
 
-def kind_of(path: str) -> tuple[str, str] | None:
-    """(kind: of LINES, PLAIN, PARQUET, DAT, TAR; packing: of PACKINGS or "") by a file's name; None: it is not read."""
+class Name(NamedTuple):
+    """What a file's name says: its kind (of LINES, PLAIN, PARQUET, DAT, TAR) and packing (of PACKINGS, or "")."""
+
+    kind: str
+    packing: str = ""
+
+
+def name_of(path: str | Path) -> Name | None:
+    """What a file is by its name; None: it is not read. Standard input is JSON lines."""
+    if str(path) == STANDARD_INPUT:
+        return Name(LINES[0])
     name = os.path.basename(path).lower()
-    for kind in (TAR, DAT, PARQUET):
-        if name.endswith(kind):
-            return kind, ""
+    for found in (Name(TAR), Name(DAT, ".zst"), Name(PARQUET)):
+        if name.endswith(found.kind):
+            return found
     packing = next((p for p in PACKINGS if name.endswith(p)), "")
-    found = next((k for k in (*LINES, PLAIN) if name.removesuffix(packing).endswith(k)), None)
-    return None if found is None else (found, packing)
+    kind = next((k for k in (*LINES, PLAIN) if name.removesuffix(packing).endswith(k)), None)
+    return None if kind is None else Name(kind, packing)
 
 
 def is_text_file(path: str) -> bool:
     """Whether an entry of ``--data-path`` is a file of text, and not a dataset's prefix."""
-    return "://" not in path and kind_of(path) is not None
+    return path != STANDARD_INPUT and "://" not in path and name_of(path) is not None

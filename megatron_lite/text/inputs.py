@@ -26,10 +26,8 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_lite.config.text_files import DAT, LINES, PARQUET, PLAIN, SUPPORTED, TAR, kind_of
+from megatron_lite.config.text_files import DAT, LINES, PARQUET, PLAIN, STANDARD_INPUT, SUPPORTED, TAR, name_of
 from megatron_lite.text.records import BadRecord
-
-STANDARD_INPUT = "-"
 
 
 @dataclass(frozen=True)
@@ -121,22 +119,6 @@ class Texts:
 
 
 Block = Lines | Texts
-
-
-@dataclass(frozen=True)
-class Name:
-    """What a file's name says: its kind (one of LINES, PLAIN, PARQUET, DAT, TAR) and packing (one of PACKINGS or "")."""
-
-    kind: str
-    packing: str = ""
-
-
-def name_of(path: str | Path) -> Name | None:
-    """What a file is by its name; None: it is not read. Standard input is JSON lines."""
-    if str(path) == STANDARD_INPUT:
-        return Name(LINES[0])
-    found = kind_of(str(path))
-    return None if found is None else Name(*found)
 
 
 def open_input(path: str | Path, options: InputOptions, start: int = 0, stop: int | None = None) -> Iterator[Block]:

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import IO, Any, Protocol
 
-from megatron_lite.config.text_files import TAR
-from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions, Lines, Name
+from megatron_lite.config.text_files import STANDARD_INPUT, TAR, Name
+from megatron_lite.text.inputs import InputOptions, Lines
 from megatron_lite.text.records import BYTE_ORDER_MARK, BadInput, count_lines, excerpt
 
 _ZSTD_LEAST, _ZSTD_MOST = 1 << 6, 1 << 13  # packed bytes at a time, ...

@@ -14,8 +14,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from megatron_lite.config.text_files import DAT, PARQUET
-from megatron_lite.text.inputs import InputOptions, Name, Refused, Texts
+from megatron_lite.config.text_files import DAT, PARQUET, Name
+from megatron_lite.text.inputs import InputOptions, Refused, Texts
 from megatron_lite.text.inputs_bytes import (
     DAMAGE,
     CountedFile,
@@ -44,9 +44,8 @@ def text_blocks(path: str, name: Name, options: InputOptions, start: int, stop: 
     first, found, size = start + 1, [], 0
     with ExitStack() as stack:
         file = CountedFile(stack.enter_context(open_file(path)))
-        packing = ".zst" if name.kind == DAT else name.packing
-        refuse_other_content(path, file.head(), packing)
-        pieces = unpacked(file, packing, options.block_bytes)
+        refuse_other_content(path, file.head(), name.packing)
+        pieces = unpacked(file, name.packing, options.block_bytes)
         documents = _dat(path, pieces) if name.kind == DAT else _plain(path, pieces, options)
         try:
             for document in islice(documents, start, stop):

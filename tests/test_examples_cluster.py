@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm
 from train_toys import ROOT, Launched, assert_same_run, environment, launched, state_of, steps_of, tensors_of, trained
 
 from megatron_lite.checkpoint.manifest import incomplete_reason
@@ -119,8 +120,8 @@ def assert_same_numbers(demo: Path, single: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_demo_computes_what_one_process_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Unasked, where there is no GPU; 8 processes of the 32, and its own place for what it writes."""
-    path = programs(tmp_path / "bin")
+    """Unasked, where there is no GPU; 8 processes of the 32 (real ones in the whole demo), and its own place for what it writes."""
+    path = os.pathsep.join([warm.programs(tmp_path / "python"), programs(tmp_path / "bin")])
     (tmp_path / "tmp").mkdir()
     done = start(SCRIPT, "--demo-layout", "2", "4", path=path, TMPDIR=str(tmp_path / "tmp"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -81,9 +81,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_every_layout_is_saved_and_loaded(data: str, tmp_path: Path) -> None:
-    """Each layout loads what another saved."""
-    shifted = [*SIZES[3:], *SIZES[:3]]
-    check(f"{data} {MODELS['llama, untied']}", list(zip(SIZES, shifted, strict=True)), tmp_path)
+    """Each layout loads what another saved (of those that split over dp, with the optimizer's state split or not)."""
+    sizes = [size for size in SIZES if size not in ((1, 1, 2, 0), (1, 2, 2, 1), (2, 1, 2, 0))]
+    shifted = [*sizes[3:], *sizes[:3]]
+    check(f"{data} {MODELS['llama, untied']}", list(zip(sizes, shifted, strict=True)), tmp_path)
 
 
 @pytest.mark.nightly

@@ -52,11 +52,10 @@ def programs(folder: Path, warm: bool = True) -> str:
     folder.mkdir()
     python = sys.executable
     if warm:
-        python = str(folder / "python")
+        python = str(folder / "warm")
         Path(python).write_text(CLIENT.format(python=sys.executable, address=_server()))
-    else:
-        (folder / "python").symlink_to(sys.executable)
-    for name, module in (("python3", ""), ("megatron-lite", "-m megatron_lite"), ("torchrun", "-m torch.distributed.run")):
+    ways = {"python": "", "python3": "", "megatron-lite": "-m megatron_lite", "torchrun": "-m torch.distributed.run"}
+    for name, module in ways.items():
         (folder / name).write_text(f'#!/bin/sh\nexec {shlex.quote(python)} {module} "$@"\n')
     for program in folder.iterdir():
         program.chmod(0o755)

@@ -27,7 +27,7 @@ NORMALISE = Pipeline((StepConfig("normalise", NormaliseOptions(), Normalise),))
 def test_fields_are_changed_where_they_stand() -> None:
     """Objects put together of pieces: what lies around the value of ``text`` stays, whatever it is."""
     before = ("", '"a": 1e400,', r'"a\"b" :{"text": "}\\\"{", "l": [[], {}, "]"]} , ', '"n":NaN,\n "text":[1,\t"x"],')
-    values = ('"one\\u00a0\\n\\"two\\""', "[1, {}]", "null", "-1.50E+3", '{"text": {}}', "[" * 1020 + "]" * 1020)
+    values = ('"one\\u00a0\\n\\"two\\""', "[1, {}]", "null", "-1.50E+3", '{"text": {}}', "[" * 1020 + "]" * 1020, f"[{9:9<5000}]")
     after = ("", ', "big":12345678901234567890123', ' ,"s":"\\ud800中" ')
     for space, first, value, last in itertools.product(("", " \t"), before, values, after):
         line = f'{{{space}{first}"text"{space}:{space}{value}{last}{space}}}'

@@ -12,12 +12,10 @@ from typing import Any
 
 import orjson
 
-_BEGIN = re.compile(r"\s*\{\s*")
-_COLON = re.compile(r"\s*:\s*")
-_COMMA = re.compile(r"\s*,?\s*")
-_SCALAR = re.compile(r"[^,}\s]+")
-_string = JSONDecoder().raw_decode  # (the string that begins somewhere, where it ends)
+# A field's name, and its value if that is a number, a word, or a string without escapes.
+_FIELD = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*("[^"\\]*"|[^"{\[,}\s]+|)')
 _NEXT = re.compile(r'["{}\[\]]')  # of what a list or an object holds
+_value = JSONDecoder().raw_decode  # (the value that begins somewhere, where it ends)
 
 
 def with_fields(line: bytes, fields: Mapping[str, Any]) -> bytes:
@@ -43,34 +41,26 @@ def with_fields(line: bytes, fields: Mapping[str, Any]) -> bytes:
 
 def _values(text: str) -> Iterator[tuple[str, int, int]]:
     """(name, begin, end) of the fields' values."""
-    at = _after(_BEGIN, text, 0)
-    while text[at] != "}":
-        name, at = _string(text, at)
-        begin = _after(_COLON, text, at)
-        end = _end(text, begin)
-        yield name, begin, end
-        at = _after(_COMMA, text, end)
-
-
-def _after(what: re.Pattern[str], text: str, at: int) -> int:
-    found = what.match(text, at)
-    assert found is not None, "the line is no JSON"
-    return found.end()
+    at = text.index("{") + 1
+    while (field := _FIELD.match(text, at)) is not None:
+        name = _value(field[1])[0] if "\\" in field[1] else field[1][1:-1]
+        begin, at = field.span(2)
+        at = at if at > begin else _end(text, begin)
+        yield name, begin, at
 
 
 def _end(text: str, at: int) -> int:
-    """Where the value that begins at ``at`` ends. (Not by recursion: values may be nested deeper than Python's stack is.)"""
-    if text[at] == '"':
-        return _string(text, at)[1]
-    if text[at] not in "{[":
-        return _after(_SCALAR, text, at)
-    depth = 0
+    """Where the value that begins at ``at`` ends."""
+    try:
+        return _value(text, at)[1]
+    except (RecursionError, ValueError):  # nested deeper than Python's stack is, a number of more digits than Python reads
+        depth = 0
     while True:
         mark = _NEXT.search(text, at)
         assert mark is not None, "the line is no JSON"
         at = mark.end()
         if mark[0] == '"':
-            at = _string(text, at - 1)[1]
+            at = _value(text, at - 1)[1]
         else:
             depth += 1 if mark[0] in "{[" else -1
         if not depth:

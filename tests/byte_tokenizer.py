@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_lite.text.tokenizer import Tokenizer
 
-class Bytes:
+
+class Bytes(Tokenizer):
     """A tokenizer of bytes; 256 ends a document."""
 
     vocab_size, eod_id, fingerprint = 257, 256, "bytes"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")

@@ -18,7 +18,7 @@ from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.text import chat_files, run
 from megatron_lite.text.inputs import InputOptions
-from megatron_lite.text.special_places import named_tokens, special_ids
+from megatron_lite.text.special_places import named_tokens
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer, build_tokenizer
 
 
@@ -140,10 +140,9 @@ BYTES = [bytes([b]) for b in range(256)]
 
 
 def gpt2_files(folder: Path) -> None:
-    from megatron_lite.text.tokenizer_bpe import byte_alphabet
+    from tokenizers import pre_tokenizers
 
-    alphabet = [byte_alphabet()[b] for b in range(256)]
-    texts = [*alphabet, "he", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    texts = [*pre_tokenizers.ByteLevel.alphabet(), "he", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     (folder / "vocab.json").write_text(json.dumps({text: i for i, text in enumerate(texts)}))
     (folder / "merges.txt").write_text("#version: 0.2\nh e\n")
 
@@ -191,7 +190,7 @@ def test_every_kind_of_tokenizer(kind: str, tmp_path: Path, capsys: pytest.Captu
     options: Any = {names.get(f, f[2:].replace("-", "_")): v for f, v in zip(flags[2::2], flags[3::2], strict=True)}
     tokenizer = build_tokenizer(kind, **options)
     ids, mask = (IndexedDataset(f"{tmp_path / 'out'}{q}").document(0) for q in ("", "_loss_mask"))
-    special = {i: text for text, i in special_ids(tokenizer).items()}
+    special = {i: text for text, i in tokenizer.special.items()}
     written = [special[i] for i in ids.tolist() if i in special]
     start = "<s>" if kind in SPELLED else "<|im_start|>"
     assert written == [start, end] * 4

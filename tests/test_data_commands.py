@@ -16,7 +16,7 @@ from megatron_lite.data.index_format import DatasetMeta, prefix_paths
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.data.parts import divide, merge, part_ranges
 from megatron_lite.text.preprocess import Options, preprocess
-from megatron_lite.text.tokenizer import NullTokenizer, build_tokenizer, flags_of
+from megatron_lite.text.tokenizer import NullTokenizer, build_tokenizer
 
 
 def write(prefix: Path, documents: list[list[list[int]]], dtype: str | None = None, **facts: object) -> Path:
@@ -253,7 +253,7 @@ def test_verify_finds_every_kind_of_damage(tmp_path: Path, capsys: pytest.Captur
 
 def test_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     null = NullTokenizer(100)
-    flags = flags_of(build_tokenizer("NullTokenizer", vocab_size=100))
+    flags = build_tokenizer("NullTokenizer", vocab_size=100).flags
     given = [[[i] * (i + 1)] for i in range(8)]
     prefix = write(tmp_path / "a", given, tokenizer=null.fingerprint, tokenizer_flags=flags)
     tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", 100]

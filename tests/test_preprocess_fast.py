@@ -24,7 +24,6 @@ from megatron_lite.text import encode, tokenizer_fast
 from megatron_lite.text.preprocess import Options, preprocess
 from megatron_lite.text.records import BadInput
 from megatron_lite.text.tokenizer import Tokenizer, build_tokenizer
-from megatron_lite.text.tokenizer_bpe import byte_alphabet
 from megatron_lite.text.tokenizer_fast import Encoder, FastDiffers, Ids, NotFast, encoder_of, flat, surrounded
 from megatron_lite.text.tokenizer_probes import hard_texts, unassigned
 
@@ -63,7 +62,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "vocab.json").write_text(json.dumps({**vocabulary, "<|endoftext|>": 0}))
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
-    to_byte = {c: b for b, c in byte_alphabet().items()}
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2 writes these as they are, and others from U+0100 on
+    to_byte = {chr(b): b for b in printable}
+    to_byte |= {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in printable)}
     tokens = [bytes(to_byte[c] for c in token) for token, _ in sorted(vocabulary.items(), key=lambda entry: entry[1])]
     encoded = [base64.b64encode(token).decode() for token in tokens]
     (folder / "ranks.tiktoken").write_text("".join(f"{token} {i}\n" for i, token in enumerate(encoded)))

@@ -33,7 +33,7 @@ from megatron_lite.text.inputs import Block, InputOptions, Lines, called, name_o
 from megatron_lite.text.records import BadInput, BadRecord, numbered_lines, parse_object, refusal
 from megatron_lite.text.run import Stream, in_processes, run_job
 from megatron_lite.text.special_places import named_tokens
-from megatron_lite.text.tokenizer import Tokenizer, flags_of
+from megatron_lite.text.tokenizer import Tokenizer
 from megatron_lite.text.tokenizer_fast import FastDiffers, NotFast, encoder_of
 
 EMPTY, NO_ANSWER, NOTHING, TOO_LONG = (
@@ -264,7 +264,7 @@ class _Chat:
                 self.outputs[0],
                 vocab_size=self.tokenizer.vocab_size,
                 tokenizer=self.tokenizer.fingerprint,
-                tokenizer_flags=flags_of(self.tokenizer),
+                tokenizer_flags=self.tokenizer.flags,
                 resume=of_tokens,
                 mask=mask,
                 **options,

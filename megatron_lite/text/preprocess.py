@@ -35,7 +35,6 @@ from megatron_lite.text.encode import (
 )
 from megatron_lite.text.inputs import Block, InputOptions, called
 from megatron_lite.text.run import Stream, in_processes, run_job
-from megatron_lite.text.tokenizer import flags_of
 from megatron_lite.text.tokenizer_fast import Encoder, NotFast, encoder_of
 
 __all__ = ["SENTENCE_END", "Counts", "Options", "preprocess", "summary"]
@@ -103,7 +102,7 @@ class _Texts:
                 vocab_size=tokenizer.vocab_size,
                 eod_id=tokenizer.eod_id if self.options.append_eod else None,
                 tokenizer=tokenizer.fingerprint,
-                tokenizer_flags=flags_of(tokenizer),
+                tokenizer_flags=tokenizer.flags,
                 resume=state,
                 **options,
             )

@@ -25,7 +25,6 @@ import regex
 
 from megatron_lite.text.records import BadRecord
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
-from megatron_lite.text.tokenizer_bpe import Gpt2BpeTokenizer, TiktokenTokenizer, byte_alphabet
 from megatron_lite.text.tokenizer_fast import Encoder, FastDiffers
 
 _PRIVATE = range(0xF0000, 0xFFFFE)  # plane 15, of private use: a character for each special token
@@ -43,29 +42,12 @@ class Tokens(NamedTuple):
     special: list[tuple[int, int, int]]
 
 
-def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """The special tokens by their spelling: those that a template can write."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return {t.content: i for i, t in tokenizer.added_tokens().items() if t.special}
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        model = tokenizer.model
-        controls = [i for i in range(model.vocab_size()) if model.is_control(i)]
-        return {model.id_to_piece(i): i for i in (*controls, tokenizer.eod_id)}
-    if isinstance(tokenizer, TiktokenTokenizer):
-        return tokenizer.special
-    if isinstance(tokenizer, Gpt2BpeTokenizer):  # what neither bytes nor merges make
-        made = {*byte_alphabet().values(), *map("".join, tokenizer.merges)}
-        return {t: i for t, i in tokenizer.vocabulary.items() if t not in made}
-    return {}
-
-
 def named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     """What templates call ``eos_token`` and ``bos_token``, where it is not for a ``tokenizer_config.json`` to say."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return {}
-    special = special_ids(tokenizer)
-    texts = {i: text for text, i in special.items()}
-    begin: Any = tokenizer.model.bos_id() if isinstance(tokenizer, SentencePieceTokenizer) else special.get("<s>")
+    texts = {i: text for text, i in tokenizer.special.items()}
+    begin = tokenizer.model.bos_id() if isinstance(tokenizer, SentencePieceTokenizer) else tokenizer.special.get("<s>", -1)
     found = {"eos_token": texts.get(tokenizer.eod_id), "bos_token": texts.get(begin)}
     return {name: text for name, text in found.items() if text is not None}
 
@@ -80,11 +62,11 @@ class SpecialPlaces:
 
     def __init__(self, tokenizer: Tokenizer, encoder: Encoder | None) -> None:
         self.tokenizer = tokenizer
-        self.special = special_ids(tokenizer)
+        self.special = tokenizer.special
         self._pattern = _any_of(self.special)
         self._library = tokenizer if isinstance(tokenizer, HuggingFaceTokenizer) else None
         self._fast = encoder if encoder is not None and encoder.is_fast else None
-        self._before, self._after = len(getattr(tokenizer, "begin", ())), 0
+        self._before, self._after = len(tokenizer.begin), 0
         if self._library is not None:
             added = self._library.added_tokens()
             self._added = {t.content: i for i, t in added.items()}

@@ -20,37 +20,45 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 END_NAMES = ("eos_token", "eod_token")
 
 
-class Tokenizer(Protocol):
+class Tokenizer:
     """What the rest of the program needs of a tokenizer.
 
     Attributes:
         vocab_size: number of ids; every id is below it.
         eod_id: the end-of-document id.
         fingerprint: a digest of the files and options that decide the ids.
+        flags: the command line that means this tokenizer, if :func:`build_tokenizer` made it.
+        begin: ids that ``encode`` puts before each document.
+        special: the special tokens that a chat template can write, by their spelling.
     """
 
     vocab_size: int
     eod_id: int
     fingerprint: str
+    flags: str | None = None
+    begin: Sequence[int] = ()
+    special: Mapping[str, int] = MappingProxyType({})
 
     def encode(self, text: str) -> list[int]:
         """Ids of one document, without the end-of-document token. ValueError for a text that cannot be encoded."""
-        ...
+        raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several documents."""
-        ...
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of some ids; bytes that are no UTF-8 become U+FFFD; an id of no token is no error."""
-        ...
+        raise NotImplementedError
 
 
 def fingerprint(kind: str, *contents: bytes) -> str:
@@ -71,41 +79,35 @@ def read_file(path: str | None, flag: str) -> bytes:
         raise ValueError(f"{flag} {path}: {e.strerror}") from None
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A ``tokenizer.json``, or a directory that holds one; never remote code."""
 
     def __init__(self, path: str | None, eod_token: str | None = None) -> None:
         from tokenizers import Tokenizer as Fast
 
-        if path is None:
-            raise ValueError("this tokenizer type needs --tokenizer-model, a tokenizer.json or its directory")
-        given = Path(path)
-        file = given / "tokenizer.json" if given.is_dir() else given
-        self.directory = file.parent
-        data = read_file(str(file), "--tokenizer-model")
+        file = Path(path or "")
+        if path is not None and file.is_dir():
+            file /= "tokenizer.json"
+        data = read_file(None if path is None else str(file), "--tokenizer-model")
         try:
-            self._fast: Any = Fast.from_str(data.decode("utf-8"))
+            self.content = data.decode("utf-8")
+            self._fast: Any = Fast.from_str(self.content)
         except Exception as e:  # the library raises plain Exception with its parser's message
             raise ValueError(f"--tokenizer-model {file} is not a tokenizer.json: {e}") from None
-        self.content = data.decode("utf-8")
+        self.directory = file.parent
         self._fast.no_truncation()
         self._fast.no_padding()
         self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.eod_id = self._find_end(file, json.loads(data), eod_token)
+        self.special = {t.content: i for i, t in self.added_tokens().items() if t.special}
+        self.eod_id = self._find_end(file, eod_token)
         self.fingerprint = fingerprint("hf", data, str(self.eod_id).encode())
 
-    @property
-    def special_texts(self) -> list[str]:
-        """Spellings that are taken as one token wherever they are."""
-        return [t.content for t in self.added_tokens().values()]
-
-    def _find_end(self, file: Path, content: dict[str, Any], eod_token: str | None) -> int:
+    def _find_end(self, file: Path, eod_token: str | None) -> int:
         declared = eod_token or _declared_end(file.parent)
         if declared is None:
-            special = [t["content"] for t in content.get("added_tokens", []) if t.get("special")]
             raise ValueError(
                 f"{file} declares no end-of-document token (no eos_token in a tokenizer_config.json beside it; "
-                f"special tokens: {', '.join(special[:8]) or 'none'}): name it with --eod-token"
+                f"special tokens: {', '.join([*self.special][:8]) or 'none'}): name it with --eod-token"
             )
         end = self._fast.token_to_id(declared)
         if end is None:
@@ -158,14 +160,13 @@ def _declared_end(directory: Path) -> str | None:
     return None
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece ``.model``. ``add_bos``: begin each document with BOS, as Llama 2 does."""
 
-    def __init__(self, path: str | None, add_bos: bool = False, eod_token: str | None = None) -> None:
+    def __init__(self, path: str | None, eod_token: str | None = None, *, add_bos: bool = False) -> None:
         import sentencepiece
 
-        data = read_file(path, "--tokenizer-model")
-        self.data = data
+        self.data = data = read_file(path, "--tokenizer-model")
         try:
             if not data:
                 raise RuntimeError("the file is empty")
@@ -179,6 +180,8 @@ class SentencePieceTokenizer:
                 f"{path} has no end-of-sequence piece ({eod_token or 'eos_id is -1'}): name one with --eod-token"
             )
         self.eod_id = int(end)
+        control = filter(self.model.is_control, range(self.vocab_size))
+        self.special = {self.model.id_to_piece(i): i for i in (*control, self.eod_id)}
         self.begin = [self.model.bos_id()] if add_bos else []
         if self.begin and self.begin[0] < 0:
             raise ValueError(
@@ -188,17 +191,14 @@ class SentencePieceTokenizer:
         self.fingerprint = fingerprint("sentencepiece", data, str(add_bos).encode(), str(end).encode())
 
     def encode(self, text: str) -> list[int]:
-        return self.begin + list(self.model.encode(text))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+        return [*self.begin, *self.model.encode(text)]
 
     def decode(self, ids: Sequence[int]) -> str:
         unknown = self.model.unk_id()
         return str(self.model.decode([int(i) if 0 <= i < self.vocab_size else unknown for i in ids]))
 
 
-class NullTokenizer:
+class NullTokenizer(Tokenizer):
     """Text is numbers apart by spaces; the largest id ends a document (Megatron-LM adds one id for that)."""
 
     def __init__(self, vocab_size: int | None) -> None:
@@ -219,14 +219,12 @@ class NullTokenizer:
             raise ValueError(f"id {max(ids)} is outside [0, {self.vocab_size}), the --vocab-size of the null tokenizer")
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
 
 
-READ_BY: dict[str, tuple[str, ...]] = {  # which options of build_tokenizer each kind reads
+# Which options of build_tokenizer each kind reads, in the order in which it takes them.
+READ_BY: dict[str, tuple[str, ...]] = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file", "eod_token"),
     "HuggingFaceTokenizer": ("model", "eod_token"),
     "SentencePieceTokenizer": ("model", "eod_token"),
@@ -237,53 +235,38 @@ READ_BY: dict[str, tuple[str, ...]] = {  # which options of build_tokenizer each
 }
 
 
-def build_tokenizer(
-    kind: str,
-    *,
-    model: str | None = None,
-    vocab_file: str | None = None,
-    merge_file: str | None = None,
-    tiktoken_pattern: str | None = None,
-    vocab_size: int | None = None,
-    eod_token: str | None = None,
-) -> Tokenizer:
-    """The tokenizer that ``--tokenizer-type`` and its flags name; options that it does not read are ignored.
+def build_tokenizer(kind: str, **options: str | int | None) -> Tokenizer:
+    """The tokenizer that ``--tokenizer-type`` and its flags name.
+
+    Args:
+        kind: a key of ``READ_BY``.
+        options: all that are named there; those that this kind does not read are ignored.
 
     Raises:
         ValueError: a missing flag, an unreadable file, or no end-of-document token.
     """
     from megatron_lite.text.tokenizer_bpe import Gpt2BpeTokenizer, TiktokenTokenizer
 
-    given = {name: value for name, value in locals().items() if name in READ_BY.get(kind, ()) and value is not None}
-    tokenizer: Any
-    if kind == "HuggingFaceTokenizer":
-        tokenizer = HuggingFaceTokenizer(model, eod_token)
-    elif kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
-        tokenizer = SentencePieceTokenizer(model, add_bos=kind == "Llama2Tokenizer", eod_token=eod_token)
-    elif kind == "TikTokenizer":
-        tokenizer = TiktokenTokenizer(model, tiktoken_pattern, vocab_size, eod_token)
-    elif kind == "GPT2BPETokenizer":
-        if vocab_file is None or merge_file is None:
-            raise ValueError(f"--tokenizer-type {kind} (the default) needs --vocab-file and --merge-file")
-        tokenizer = Gpt2BpeTokenizer(vocab_file, merge_file, eod_token)
-    elif kind == "NullTokenizer":
-        tokenizer = NullTokenizer(vocab_size)
-    else:
+    if kind not in READ_BY:
         raise ValueError(f"unknown tokenizer type {kind!r}: known are {', '.join(READ_BY)}")
+    makers: dict[str, Callable[..., Tokenizer]] = {
+        "GPT2BPETokenizer": Gpt2BpeTokenizer,
+        "HuggingFaceTokenizer": HuggingFaceTokenizer,
+        "Llama2Tokenizer": partial(SentencePieceTokenizer, add_bos=True),
+        "TikTokenizer": TiktokenTokenizer,
+        "NullTokenizer": NullTokenizer,
+    }
+    tokenizer = makers.get(kind, SentencePieceTokenizer)(*(options.get(name) for name in READ_BY[kind]))
+    given = {name: str(options[name]) for name in READ_BY[kind] if options.get(name) is not None}
     files = {name: os.path.abspath(given[name]) for name in ("model", "vocab_file", "merge_file") if name in given}
-    words = [word for name, value in (given | files).items() for word in (flag_of(name), str(value))]
+    words = [word for name, value in (given | files).items() for word in (flag_of(name), value)]
     tokenizer.flags = shlex.join(["--tokenizer-type", kind, *words])
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def flag_of(option: str) -> str:
     """The flag of an option of :func:`build_tokenizer`."""
     return "--tokenizer-model" if option == "model" else "--" + option.replace("_", "-")
-
-
-def flags_of(tokenizer: Tokenizer) -> str | None:
-    """The command line that means this tokenizer, if :func:`build_tokenizer` made it."""
-    return getattr(tokenizer, "flags", None)
 
 
 def tokenizer_of(data: Any, vocab_size: int | None = None) -> Tokenizer:

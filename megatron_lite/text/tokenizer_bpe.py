@@ -1,27 +1,21 @@
 """Byte-pair tokenizers that come as ranks: tiktoken files and GPT-2's ``vocab.json`` with ``merges.txt``.
 
 Both cut the text by a regular expression and then merge pairs of neighbouring pieces, the earliest learned pair first
-(Sennrich et al. 2016, over bytes as in GPT-2). The tiktoken package does it for ranks. GPT-2's ids need not follow the
-order of its merges, so that pair of files is read here: a piece of text is looked up in a bounded cache, and merged
-when it is new, in time n log n, since the web has "words" of a megabyte. Text is text: a special token's spelling
-inside a document is encoded as ordinary characters.
+(Sennrich et al. 2016, over bytes as in GPT-2); the tiktoken package does it for ranks, and the tokenizers package for GPT-2's
+pair of files. Text is text: a special token's spelling inside a document is encoded as ordinary characters.
 """
 
 from __future__ import annotations
 
 import base64
-import heapq
 import json
+import re
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-import regex
+from megatron_lite.text.tokenizer import Tokenizer, fingerprint, read_file
 
-from megatron_lite.text.tokenizer import fingerprint, read_file
-
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TIKTOKEN_PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "v2": (
@@ -32,82 +26,50 @@ TIKTOKEN_PATTERNS = {
 }
 JSON_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")  # the first of the 1,000 reserved ids
 JSON_RESERVED = 1000
-CACHED_PIECE = 64  # characters; longer ones are rarely seen again
 LONGEST_SPACE = 100_000  # the tiktoken package's matcher runs out of stack in a run of a million white-space characters
-_SPACE = regex.compile(r"\s+")
+_SPACE = re.compile(r"\s+")
 
 
-def byte_alphabet() -> dict[int, str]:
-    """GPT-2's printable character for each byte: its own where it prints, else one from U+0100 on, in order."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+class Gpt2BpeTokenizer(Tokenizer):
+    """GPT-2's pair of files. The end-of-document token is GPT-2's ``<|endoftext|>``, unless another is named.
 
-
-class Gpt2BpeTokenizer:
-    """GPT-2's pair of files. The end-of-document token is GPT-2's ``<|endoftext|>``, unless another is named."""
+    Attributes:
+        content: the same as a ``tokenizer.json``.
+    """
 
     def __init__(self, vocab_file: str | None, merge_file: str | None, eod_token: str | None = None) -> None:
-        vocab_bytes, merge_bytes = read_file(vocab_file, "--vocab-file"), read_file(merge_file, "--merge-file")
-        self.vocabulary = _read_vocabulary(vocab_file, vocab_bytes)
-        self.merges = _read_merges(merge_file, merge_bytes)
-        self._ranks = {pair: rank for rank, pair in enumerate(self.merges)}
-        self.vocab_size = max(self.vocabulary.values()) + 1
-        end = eod_token or "<|endoftext|>"
-        if end not in self.vocabulary:
-            raise ValueError(f"--vocab-file {vocab_file} has no {end!r}: name its end of document with --eod-token")
-        self.eod_id = self.vocabulary[end]
-        self.fingerprint = fingerprint("gpt2", vocab_bytes, merge_bytes, str(self.eod_id).encode())
-        self._alphabet = byte_alphabet()
-        self._bytes = {c: b for b, c in self._alphabet.items()}
-        self._texts = {i: t for t, i in self.vocabulary.items()}
-        self._pattern = regex.compile(GPT2_PATTERN)
-        self._cached = lru_cache(maxsize=1 << 18)(self._merge)
+        from tokenizers import Tokenizer as Library
+        from tokenizers import decoders, models, pre_tokenizers
 
-    def _merge(self, piece: str) -> tuple[int, ...]:
-        """Ids of one piece of text between two cuts: merge the pair of lowest rank, the leftmost of equals."""
-        parts = [self._alphabet[b] for b in piece.encode()]
-        count = len(parts)
-        after, before = list(range(1, count + 1)), list(range(-1, count - 1))  # neighbours that are left
-        heap = [(rank, i) for i, pair in enumerate(pairwise(parts)) if (rank := self._ranks.get(pair)) is not None]
-        heapq.heapify(heap)
-        while heap:
-            rank, i = heapq.heappop(heap)
-            j = after[i]
-            if not parts[i] or j == count or self._ranks.get((parts[i], parts[j])) != rank:
-                continue  # one of the two has been merged since
-            parts[i] += parts[j]
-            parts[j] = ""
-            after[i] = after[j]
-            if after[i] < count:
-                before[after[i]] = i
-            for left, right in ((before[i], i), (i, after[i])):
-                if left >= 0 and right < count and (new := self._ranks.get((parts[left], parts[right]))) is not None:
-                    heapq.heappush(heap, (new, left))
+        vocab_bytes, merge_bytes = read_file(vocab_file, "--vocab-file"), read_file(merge_file, "--merge-file")
+        vocabulary, merges = _read_vocabulary(vocab_file, vocab_bytes), _read_merges(merge_file, merge_bytes)
+        end = eod_token or "<|endoftext|>"
+        if end not in vocabulary:
+            raise ValueError(f"--vocab-file {vocab_file} has no {end!r}: name its end of document with --eod-token")
         try:
-            return tuple(self.vocabulary[p] for p in parts if p)
-        except KeyError as e:
-            raise ValueError(
-                f"the vocabulary has no entry for {e.args[0]!r}, which the merges produce: "
-                "--vocab-file and --merge-file do not belong together"
-            ) from None
+            self._library = Library(models.BPE(vocabulary, merges, unk_token=end))
+        except Exception as e:  # the library raises plain Exception
+            raise ValueError(f"--vocab-file {vocab_file} and --merge-file {merge_file}: {e}") from None
+        self._library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._library.decoder = decoders.ByteLevel()
+        self.content: str = self._library.to_str()
+        made = {*pre_tokenizers.ByteLevel.alphabet(), *map("".join, merges)}
+        self.special = {t: i for t, i in vocabulary.items() if t not in made}
+        self.vocab_size, self.eod_id = max(vocabulary.values()) + 1, vocabulary[end]
+        self.fingerprint = fingerprint("gpt2", vocab_bytes, merge_bytes, str(self.eod_id).encode())
 
     def encode(self, text: str) -> list[int]:
-        pieces = self._pattern.findall(text)
-        return [i for p in pieces for i in (self._cached(p) if len(p) <= CACHED_PIECE else self._merge(p))]
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+        found: list[list[int]] = [e.ids for e in self._library.encode_batch_fast(list(texts))]
+        for text, ids in zip(texts, found, strict=True):
+            if self.eod_id in ids:  # the library gives it for a byte that is no token, and nothing else does
+                raise ValueError(f"--vocab-file has no token for a byte of {text[:80]!r}")
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
-        data = bytearray()
-        for i in ids:
-            text = self._texts.get(int(i), "\ufffd")
-            if all(c in self._bytes for c in text):
-                data += bytes(self._bytes[c] for c in text)
-            else:
-                data += text.encode()
-        return data.decode("utf-8", errors="replace")
+        return str(self._library.decode(list(ids), skip_special_tokens=False))
 
 
 def _read_vocabulary(path: str | None, data: bytes) -> dict[str, int]:
@@ -140,7 +102,7 @@ def _read_merges(path: str | None, data: bytes) -> list[tuple[str, str]]:
     return pairs
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     """Ranks for the tiktoken package, in either of two file forms.
 
     ``.json``: a list of ``{rank, token_bytes, token_str}`` as Megatron-LM takes it; 1,000 ids are reserved before the
@@ -180,9 +142,6 @@ class TiktokenTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return [i for part in _cut_long_space(text) for i in self._encoding.encode_ordinary(part)]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         data = bytearray()

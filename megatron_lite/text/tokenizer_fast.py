@@ -222,7 +222,7 @@ def _resident() -> int:
         return 0
 
 
-def _hugging_face(tokenizer: HuggingFaceTokenizer) -> Encoder:
+def _library_file(tokenizer: HuggingFaceTokenizer | Gpt2BpeTokenizer) -> Encoder:
     from gigatoken.gigatoken_rs import load_hf_json
 
     plain = _Backend(lambda: load_hf_json(tokenizer.content))
@@ -232,15 +232,6 @@ def _hugging_face(tokenizer: HuggingFaceTokenizer) -> Encoder:
         raise NotFast("gigatoken's ids of a text are not among the reference's")
     before, after = whole[:at], whole[at + len(own) :]
     return Encoder(tokenizer, lambda texts: surrounded(plain(texts), before, after), unassigned)
-
-
-def _gpt2(tokenizer: Gpt2BpeTokenizer) -> Encoder:
-    from gigatoken.gigatoken_rs import load_hf_json
-
-    model = {"type": "BPE", "vocab": tokenizer.vocabulary, "merges": tokenizer.merges}
-    cut = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    content = json.dumps({"added_tokens": [], "pre_tokenizer": cut, "model": model})
-    return Encoder(tokenizer, _Backend(lambda: load_hf_json(content)), unassigned)
 
 
 def _tiktoken(tokenizer: TiktokenTokenizer) -> Encoder:
@@ -292,8 +283,8 @@ def _sentencepiece(tokenizer: SentencePieceTokenizer) -> Encoder:
 
 
 _BUILDERS: dict[type, Callable[[Any], Encoder]] = {
-    HuggingFaceTokenizer: _hugging_face,
-    Gpt2BpeTokenizer: _gpt2,
+    HuggingFaceTokenizer: _library_file,
+    Gpt2BpeTokenizer: _library_file,
     TiktokenTokenizer: _tiktoken,
     SentencePieceTokenizer: _sentencepiece,
 }

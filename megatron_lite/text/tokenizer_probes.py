@@ -12,9 +12,10 @@ import random
 import unicodedata
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import numpy as np
+
+from megatron_lite.text.tokenizer import Tokenizer
 
 _PLANES = range(0x40000)  # of the code points above, 0xE0000 to 0xE01EF are assigned and the last two planes private
 _TAGS = range(0xE0000, 0xE0200)
@@ -57,26 +58,20 @@ def unassigned(text: str) -> bool:
     return bool(table[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")].any())
 
 
-def hard_texts(tokenizer: Any) -> list[str]:
-    """About 300,000 characters of them, the rarest first; ``tokenizer`` decodes its ids and may have ``special_texts``."""
+def hard_texts(tokenizer: Tokenizer) -> list[str]:
+    """About 300,000 characters of them, the rarest first."""
     texts = list(_rare_code_points())
     rng = random.Random(0)
     mixed = _SPACES * 2 + _MARKS + _OTHERS
     texts += ["".join(rng.choices(mixed, k=rng.randint(1, 24))) for _ in range(800)]
     texts += ["".join(rng.choices(_SPACES[:9] + "a1.'", k=rng.randint(1, 12))) for _ in range(400)]
-    for special in (
-        *getattr(tokenizer, "special_texts", ())[:50],
-        "<s>",
-        "</s>",
-        "<unk>",
-        "<0x0A>",
-        "<|endoftext|>",
-        "\u2581",
-    ):
+    size = tokenizer.vocab_size
+    last = [tokenizer.decode([i]) for i in range(max(0, size - 50), size)]  # those that were added
+    for special in (*last, *[*tokenizer.special][:50], "<s>", "</s>", "<unk>", "<0x0A>", "<|endoftext|>", "\u2581"):
         texts += [special, f"a{special}b {special} {special}{special}\n {special} \n.", special[:-1], special.upper()]
     texts += _HARD
-    step = max(1, tokenizer.vocab_size // _VOCABULARY)
-    return texts + [text for i in range(0, tokenizer.vocab_size, step) if (text := tokenizer.decode([i]))]
+    step = max(1, size // _VOCABULARY)
+    return texts + [text for i in range(0, size, step) if (text := tokenizer.decode([i]))]
 
 
 def _rare_code_points() -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import marshal
+import json
 import os
 import runpy
 import select
@@ -27,7 +27,7 @@ from typing import Any
 HERE = Path(__file__).resolve()
 # What stands in for Python: hands over what it was started with, waits for the status.
 CLIENT = """#!{python} -IS
-import marshal, os, sys
+import json, os, sys
 arguments = [a for a in sys.argv[1:] if a != "-u"]
 if not arguments or not (arguments[0] == "-m" or arguments[0].endswith(".py")):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
@@ -35,7 +35,7 @@ import socket
 with socket.socket(socket.AF_UNIX) as s:
     s.connect({address!r})
     socket.send_fds(s, [b"."], [0, 1, 2])
-    s.sendall(marshal.dumps((arguments, os.getcwd(), {{"PYTHON_EXEC": sys.argv[0], **os.environ}})))  # torchrun's Python
+    s.sendall(json.dumps((arguments, os.getcwd(), {{"PYTHON_EXEC": sys.argv[0], **os.environ}})).encode())  # torchrun's Python
     s.shutdown(socket.SHUT_WR)
     status = s.recv(16)
 os._exit(int(status or 1))
@@ -109,7 +109,7 @@ def _look_after(connection: socket.socket) -> None:
     program = os.fork()
     if program == 0:
         connection.close()
-        _run(*marshal.loads(request), files)
+        _run(*json.loads(request), files)
     for file in files:
         os.close(file)
     ends = os.pidfd_open(program)

@@ -73,7 +73,7 @@ class RankPool:
 
     def __init__(self) -> None:
         forks = sys.platform == "linux"
-        self._context = multiprocessing.get_context("forkserver" if forks else "spawn")
+        self._context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             self._context.set_forkserver_preload(["torch.distributed", "megatron_lite.testing.layouts"])
         self._ranks: list[tuple[Any, Connection]] = []

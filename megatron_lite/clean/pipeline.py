@@ -30,6 +30,7 @@ from megatron_lite.clean.pipeline_stage import Block, Done, Question, Stage, Ste
 from megatron_lite.clean.pipeline_work import WorkDirectory, digest, file_state
 from megatron_lite.clean.report import as_json, report_data
 from megatron_lite.clean.report_html import as_html
+from megatron_lite.clean.saved import is_saved_by, saved_by
 from megatron_lite.clean.shards import (
     SHARD_BYTES,
     UNCUT,
@@ -290,7 +291,7 @@ class Run:
         for output in self.outputs():
             output.is_complete(known_as)
         for _, step in self._corpus_steps():
-            if os.path.exists(step.options.save) and not _is_saved_by(step.options.save, known_as):
+            if os.path.exists(step.options.save) and not is_saved_by(step.options.save, known_as):
                 raise FileExistsError(
                     f"save: {step.options.save} is there, and not from this run; remove it or give another"
                 )
@@ -298,7 +299,7 @@ class Run:
     def _publish_saved(self, known_as: str) -> None:
         """Bring together what the buckets of each corpus step saved."""
         for position, step in self._corpus_steps():
-            if not step.options.save or _is_saved_by(step.options.save, known_as):
+            if not step.options.save or is_saved_by(step.options.save, known_as):
                 continue
             (stage,) = (stage for stage in self.stages if position in (*stage.steps, stage.keyed))
             kind: Any = step.kind
@@ -308,7 +309,7 @@ class Run:
             with self.work.finishing(Path(step.options.save)) as draft:
                 for bucket, directory in enumerate(directories):
                     shutil.copyfile(bucket_path(str(directory), bucket), bucket_path(str(draft), bucket))
-                write_whole(draft / SAVED_BY, known_as.encode())
+                write_whole(draft / SAVED_BY, saved_by(known_as, self.pipeline.steps, position))
 
     def report(self) -> dict[str, Any]:
         """The report's numbers, when all parts have gone through all stages."""
@@ -341,10 +342,3 @@ class Run:
         if self.alone:
             shutil.rmtree(self.work.path)
         return report
-
-
-def _is_saved_by(directory: str, known_as: str) -> bool:
-    try:
-        return (Path(directory) / SAVED_BY).read_text() == known_as
-    except OSError:
-        return False

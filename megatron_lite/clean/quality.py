@@ -2,8 +2,10 @@
 
 Gopher's rules (Rae et al. 2021, arXiv:2112.11446, section A.1.1 and table A1), C4's (Raffel et al. 2020, arXiv:1910.10683,
 section 2.2), and shares of symbols, digits and addresses. What depends on a language is looked up in its row
-(languages.py, where the sources of all bounds are); a document whose language is unknown or has no row passes those
-rules and is counted. So the step belongs after ``language``. Text is never changed, except by ``cut_lines``.
+(languages.py, where the sources of all bounds are). Where the language is unknown (a text that is too short to tell) the
+script may tell the row: Han alone is judged as Chinese, kana as Japanese, Hangul as Korean. Any other document whose language
+is unknown, or has no row, passes those rules and is counted. So the step belongs after ``language``. Text is never changed,
+except by ``cut_lines``.
 
 A bound of 1 (of a share) or 0 (of a minimum) turns its rule off.
 """
@@ -25,6 +27,10 @@ from megatron_lite.clean.word_list import read_words, word_patterns
 from megatron_lite.config.values import convert
 
 _ADDRESS = re.compile(r"(?:https?://|www\.)[!-~]+")
+_HAN = r"\u3005-\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_KANA, _HANGUL = r"\u3041-\u309f\u30a1-\u30fa\u30fc-\u30ff\uff66-\uff9d", r"\uac00-\ud7a3"
+_OTHER_LETTER = re.compile(rf"[^\W\d_{_HAN}{_KANA}{_HANGUL}]")
+_SCRIPTS = (("ja", re.compile(f"[{_KANA}]")), ("ko", re.compile(f"[{_HANGUL}]")), ("zh", re.compile(f"[{_HAN}]")))
 _SHARES = ("min_alphabetic", "min_sentence_lines", "min_script")  # of the bounds of a language
 _ANY = Language("", "", frozenset(), Bounds(top_ngrams=(), duplicate_ngrams=()))  # counts what no language is needed for
 
@@ -93,9 +99,11 @@ class Quality(LocalStep):
     def apply(self, documents: Sequence[Document]) -> None:
         """Drop by the first rule that a document breaks."""
         for document in documents:
-            language = self.languages.get(document.language or "")
+            language = self.languages.get(document.language or script_language(document.text))
             if language is None:
                 self.count("documents in a language without bounds")
+            elif not document.language:
+                self.count(f"documents of unknown language judged by their script, {language.code}")
             if self.options.cut_lines and language is not None:
                 document.text, cut, sentences = cut_lines(document.text, language)
                 self.count("lines cut", cut)
@@ -181,6 +189,13 @@ class Quality(LocalStep):
     def files(options: QualityOptions) -> Sequence[str]:
         """The list of words."""
         return [options.word_list] if options.word_list else []
+
+
+def script_language(text: str) -> str:
+    """The language whose row judges a text of unknown language, by its script; empty: it has letters of others, or none."""
+    if _OTHER_LETTER.search(text):
+        return ""
+    return next((code for code, script in _SCRIPTS if script.search(text)), "")
 
 
 def _in_addresses(text: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_lite.clean.config import Pipeline, StepConfig
 from megatron_lite.clean.counts import Flow, Sample, StageCounts, StepCounts
+from megatron_lite.clean.saved import pipeline_warnings
 from megatron_lite.clean.step import NO_SOURCE, Facts, place_of
 from megatron_lite.config.values import plain
 
@@ -36,7 +37,7 @@ def report_data(pipeline: Pipeline, inputs: Sequence[str], counts: StageCounts) 
         for source in sorted(counts.read)
     }
     total = {name: sum(flow[name] for flow in sources.values()) for name in _FLOW}
-    found = [] if total["documents_out"] else ["no document is left"]
+    found = pipeline_warnings(pipeline) + ([] if total["documents_out"] else ["no document is left"])
     if set(counts.read) == {NO_SOURCE}:
         found.append(f"no record has a text or number in the field {pipeline.keys.source_key!r} (source_key): sources are not told apart")
     return {

@@ -104,12 +104,15 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
     from megatron_lite.clean.config import load_pipeline
     from megatron_lite.clean.pipeline import Run, RunOptions
     from megatron_lite.clean.pipeline_work import PartsMissing
+    from megatron_lite.clean.saved import pipeline_warnings
     from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs
 
     started = time.monotonic()
     if args.json is not None:
         args.json.absolute().parent.mkdir(parents=True, exist_ok=True)
     pipeline = load_pipeline(args.config)
+    for warning in pipeline_warnings(pipeline):  # also in the report, which a long run is read by
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     tell_slow_steps([step.name for step in pipeline.steps])
     inputs = expand_inputs(args.input)
     reading = InputOptions((pipeline.keys.text_key,), args.encoding, args.document_separator, whole=True, block_bytes=1 << 22)

@@ -67,6 +67,10 @@ CODE = 'def f(a):\n\tif a  <  3:\n        return "<p>x</p>"  # done\n\n\nclass A
         ("<body><pre>a<br>b  <b>c</b>\n  d<script>x</script></pre></body>", "a\nb  c\n  d"),
         ("<html lang=de>Silben\u00adtrennung</b>", "Silbentrennung"),
         ("", ""),
+        ("a\u200bb\u2060c\u202ad\u202ee\u3164f\ue000g\U000f0000h\u2067i\U000e0041j\U000e0100k", "abcdefghijk"),
+        ("中\u200d文\ufe0f，か\u200dな\u200c。葛\U000e0100\ufe00", "中文，かな。葛"),  # noqa: RUF001
+        ("x\ufe0f 1\ufe0f \u200d👩\u200d \u200b👩 ☺\ufe0f\ufe0f a\u200f\u115f\u1160", "x 1 👩 👩 ☺\ufe0f a"),
+        ("ب\u202e\u200cت \u200cت e\u200b\u0301", "بت ت \u00e9"),
     ],
 )
 def test_normalise_changes(text: str, wanted: str) -> None:
@@ -90,6 +94,8 @@ def test_normalise_changes(text: str, wanted: str) -> None:
         "<p> of a test < 0.05 is told by the tag </p> of HTML",
         "template <typename T> struct A { std::vector<T> v; };",
         "emoji 👩\u200d👩\u200d👧 and ی\u200cها stay joined, क्\u200dष too",
+        "❤\ufe0f\u200d🔥 👩🏽\u200d💻 🏴\U000e0067\U000e0062\U000e007f 1\ufe0f\u20e3 ☺\ufe0e ©\ufe0f 🏳\ufe0f\u200d🌈 👁\ufe0f\u200d🗨\ufe0f",
+        "ភាសា\u200bខ្មែរ, ไทย\u200bคำ, שלום\u200f!, ᠮᠣᠩᠭᠣᠯ\u180eᠠ\u180b, ക\u0d4d\u200d, \u1100\u1160 \u115f\u1161",
         "| a  | b |\n|----|---|",
     ],
 )
@@ -102,13 +108,14 @@ def test_normalise_leaves(text: str) -> None:
     [
         ({"bom": False}, "a\ufeffb"),
         ({"controls": False}, "a\x00b\rc"),
+        ({"invisible": False}, "a\u200bb"),
         ({"nfc": False}, "cafe\u0301"),
         ({"whitespace": False}, "a \n\n\n\nb "),
         ({"html": "never"}, "<p>a</p>"),
     ],
 )
 def test_each_rule_of_normalise_can_be_turned_off(off: dict[str, Any], text: str) -> None:
-    everything = {"bom": False, "controls": False, "nfc": False, "whitespace": False, "html": "never"}
+    everything = {"bom": False, "controls": False, "invisible": False, "nfc": False, "whitespace": False, "html": "never"}
     assert after(Normalise(NormaliseOptions()), text) != text
     assert after(Normalise(NormaliseOptions(**off)), text) == text
     (name,) = off
@@ -118,7 +125,7 @@ def test_each_rule_of_normalise_can_be_turned_off(off: dict[str, Any], text: str
 
 def test_normalising_twice_changes_nothing_more() -> None:
     step = Normalise(NormaliseOptions())
-    for text in (PAGE, CODE, "a\r\r\n \x85\u0301", "don\x92t"):
+    for text in (PAGE, CODE, "a\r\r\n \x85\u0301", "ब\u202e\u200c\u200c👩\u200b\u200d👩", "don\x92t"):
         once = after(step, text)
         assert after(step, once) == once
     assert after(Normalise(NormaliseOptions(html="always")), "a <b>b</b> &lt; c") == "a b < c"

@@ -3,8 +3,12 @@
 That a text is UTF-8 the reader of the input has made sure of (what is not is a bad record). HTML is told by how the text
 begins and ends, so a page is turned to text and an article that quotes a tag stays, as does Markdown that begins with one;
 for corpora of code set ``html: never``.
-What the rules leave alone on purpose: indentation, runs of spaces inside a line, U+3000 (the indentation of Chinese), and
-joiners and direction marks, which Persian, Indic scripts and emoji need.
+What the rules leave alone on purpose: indentation, runs of spaces inside a line, U+3000 (the indentation of Chinese).
+
+What shows nothing makes equal texts different. The rule ``invisible`` removes what Unicode calls default ignorable
+(``Default_Ignorable_Code_Point`` in DerivedCoreProperties.txt, Unicode 16) and private use, except where writing needs it: joiners,
+direction marks, spaces of no width and selectors after a letter of a script that has them (Hebrew, Arabic, Indic scripts, Thai,
+Tibetan, Burmese, Khmer, Mongolian ...), joiners, selectors and tags in sequences of emoji, and fillers between conjoining jamo.
 """
 
 from __future__ import annotations
@@ -22,6 +26,21 @@ from megatron_lite.clean.step import Document, LocalStep, missing_packages
 _WINDOWS = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}
 # Soft hyphens (where a line may be broken), interlinear marks, and code points that are no characters (Unicode 16, 23.7).
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\xad\ufff9-\ufffb\ufdd0-\ufdef\ufffe\uffff]")
+_INVISIBLE = (
+    "\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufff8"
+    "\ue000-\uf8ff\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U0010ffff"  # the last: tags, selectors, private use
+)
+_JOINING = (  # letters of scripts that need joiners
+    "\u0590-\u061b\u061d-\u08ff\u0900-\u109f\u1780-\u17b3\u17b6-\u180a\u1810-\u18af\u1900-\u1cff\ua800-\uaaff\uabc0-\uabff"
+    "\ufb1d-\ufdcf\ufdf0-\ufdff\ufe70-\ufefc\U00010a00-\U00011fff\U0001e900-\U0001e95f"
+)
+_EMOJI = "(?:[\xa9\xae\u203c\u2049\u2122-\u2bff\u3030\u303d\u3297\u3299\U0001f000-\U0001faff][\ufe0e\ufe0f]?[\U0001f3fb-\U0001f3ff]?)"
+_SHOWN_NOTHING = re.compile(f"[{_INVISIBLE}]")
+_NEEDED = re.compile(
+    f"([{_JOINING}][\u034f\u061c\u180b-\u180f\u200b-\u200f\ufe00-\ufe0f]"
+    f"|\U0001f3f4[\U000e0020-\U000e007e]+\U000e007f|{_EMOJI}(?:\u200d{_EMOJI})*|[#*0-9]\ufe0f\u20e3"
+    f"|[\u1100-\u115e]\u1160|\u115f[\u1161-\u11a7])|[{_INVISIBLE}]"
+)
 _LINE_ENDS = re.compile("[\r\v\f\u2028\u2029]")
 _SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f]")
 _BLANK_LINES = re.compile("\n{3,}")
@@ -61,6 +80,9 @@ class NormaliseOptions:
     controls: bool = True
     """Remove control characters, soft hyphens and code points that are none; end lines with a newline; bytes 80 to 9F as
     Windows-1252."""
+    invisible: bool = True
+    """Remove what shows nothing (spaces and joiners of no width, marks of direction, selectors, fillers, private use) where neither
+    script nor emoji need it."""
     nfc: bool = True
     """Unicode normalisation form C (UAX 15): one code point where letter and accent are two; no change of how it looks."""
     whitespace: bool = True
@@ -86,6 +108,10 @@ class Normalise(LocalStep):
                 self.count("texts with byte-order marks")
             if options.controls:
                 text = self._controls(text)
+            if options.invisible and not text.isascii() and _SHOWN_NOTHING.search(text):
+                visible = _NEEDED.sub(lambda found: found[1] or "", text)
+                self.count("texts with code points that show nothing", visible != text)
+                text = visible
             if options.nfc and not unicodedata.is_normalized("NFC", text):
                 text = unicodedata.normalize("NFC", text)
                 self.count("texts brought to NFC")

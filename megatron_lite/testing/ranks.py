@@ -249,7 +249,8 @@ def _work(
                     dist.destroy_process_group()
             torch.set_num_threads(1)
             torch.set_default_dtype(torch.float32)
-            torch.use_deterministic_algorithms(False)
+            if torch.are_deterministic_algorithms_enabled():  # asking for what is so costs a second the first time
+                torch.use_deterministic_algorithms(False)
 
 
 def _last_line(text: str) -> str:

@@ -52,7 +52,9 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert [step.name for step in pipeline.steps] == ["normalise", "mask"]
     assert (pipeline.steps[0].options.html, pipeline.steps[1].options.phone, pipeline.steps[1].options.ip) == ("never", "", "[IP]")
     assert pipeline.labels() == ["1 normalise", "2 mask"]
-    assert pipeline.as_data()["steps"][1] == {"mask": {"mail": "[EMAIL]", "ip": "[IP]", "phone": ""}}
+    assert pipeline.as_data()["steps"][1] == {
+        "mask": {"mail": "[EMAIL]", "ip": "[IP]", "phone": "", "identity": "[ID]", "card": "[CARD]"}
+    }
 
 
 INDENT = "options stand two spaces further in than their step's name"

@@ -1,4 +1,4 @@
-"""Masks private data: mail addresses, IP addresses, telephone numbers.
+"""Masks private data: mail addresses, IP addresses, telephone numbers, Chinese identity numbers, bank cards.
 
 A pattern finds what looks like one; what stands around it and inside it then says whether it is. So dates, ``git@host:path`` and
 the like stay. What may be an address is masked unless something marks it as a version or a section: a word before it ("version",
@@ -6,24 +6,34 @@ the like stay. What may be an address is masked unless something marks it as a v
 a heading that it begins, or a number of three in the same text that begins as it does (1.7.12 beside 1.7.12.3).
 Of IP addresses only public ones are masked: those of private networks, of this computer and of documentation
 (``ipaddress.is_global``: the registries of RFC 6890) tell of nobody. Telephone numbers: Chinese mobile and landline
-numbers, North American, Japanese and British ones, and any with ``+`` and a country's code (E.164). Names and postal addresses
-are not looked for.
+numbers, North American, Japanese and British ones, and any with ``+`` and a country's code (E.164). Identity and card numbers have
+a check digit (mask_numbers.py). Full-width letters and digits are read as ASCII, and what is not masked stays as it was. Names
+and postal addresses are not looked for.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv4Address, IPv6Address
+from string import ascii_letters
 
+from megatron_lite.clean.mask_numbers import cards, identities
 from megatron_lite.clean.step import Document, LocalStep
 
 _LETTERS = "A-Za-zÀ-ÖØ-öø-\u024f\u0300-\u036fͰ-ϿЀ-ӿ"  # noqa: RUF001
+_OTHERS = "\u0900-\u0dff\u0e00-\u0e7f\u3005-\u3007\u3041-\u3096\u30a1-\u30fc\u3400-\u9fff\uac00-\ud7a3"  # of domains
+_TOPS = (  # top-level domains of scripts without spaces, where what comes after is no sign of their end (root zone of 2024)
+    "(?:中国|中國|公司|网络|網絡|網路|香港|澳門|澳门|台湾|台灣|新加坡|网站|网址|网店|商城|商标|商店|政务|政府|公益|机构|移动|信息|我爱你|在线|中文网"
+    "|集团|企业|娱乐|游戏|时尚|健康|世界|组织机构|手机|点看|餐厅|购物|みんな|コム|セール|ストア|ファッション|グーグル|한국|닷컴|닷넷)"
+)
 _MAIL = re.compile(
     rf"(?<![{_LETTERS}0-9])(?<![{_LETTERS}0-9][._%+-])[{_LETTERS}0-9][{_LETTERS}0-9._%+-]{{0,63}}[@＠]"  # noqa: RUF001
-    rf"((?:[{_LETTERS}0-9](?:[{_LETTERS}0-9-]{{0,61}}[{_LETTERS}0-9])?[.．])+(?P<top>[{_LETTERS}]{{2,24}}))"  # noqa: RUF001
-    rf"(?![{_LETTERS}0-9-])(?P<path>:[\w~/.])?(?=(?P<call>\()?)"
+    # a part of the domain is of one kind, or "qq.com或访问www.example.com" would be one
+    rf"((?:(?:[{_LETTERS}0-9](?:[{_LETTERS}0-9-]{{0,61}}[{_LETTERS}0-9])?|[{_OTHERS}](?:[{_OTHERS}0-9-]{{0,61}}[{_OTHERS}0-9])?)[.．])+"  # noqa: RUF001
+    rf"(?P<top>[{_LETTERS}]{{2,24}}(?![{_LETTERS}0-9-])|{_TOPS}))"  # noqa: RUF001
+    rf"(?P<path>:[\w~/.])?(?=(?P<call>\()?)"
 )
 _FILES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".js", ".css")  # logo@2x.png
 _IPV4 = re.compile(
@@ -81,6 +91,11 @@ _FEWEST_DIGITS, _FEWEST_TOGETHER, _MOST_DIGITS = 8, 10, 15  # of a number with +
 _DIGITS = re.compile(r"[0-9+(（](?:[ ()（）.+\-－—–转]{0,2}[0-9]){6,}")  # noqa: RUF001
 
 
+_NARROW = {c + 0xFEE0: c for c in b"+.0123456789Xx"}  # full width to ASCII
+_NARROW_LETTERS = {c + 0xFEE0: c for c in f"@.0123456789{ascii_letters}".encode()}
+_WIDE = re.compile("[０-９]")
+
+
 @dataclass(frozen=True)
 class MaskOptions:
     """Options of ``mask``."""
@@ -91,6 +106,11 @@ class MaskOptions:
     """What stands for a public IPv4 or IPv6 address; empty: they stay."""
     phone: str = "[PHONE]"
     """What stands for a telephone number; empty: they stay."""
+    identity: str = "[ID]"
+    """What stands for a Chinese resident's identity number (18 characters, the last of them right); empty: they stay."""
+    card: str = "[CARD]"
+    """What stands for the number of a bank card (13 to 19 digits, the last right by Luhn's formula) that a word before it calls one
+    (card, 卡, 账号 ...); empty: they stay."""
 
 
 class Mask(LocalStep):
@@ -101,17 +121,24 @@ class Mask(LocalStep):
 
     def apply(self, documents: Sequence[Document]) -> None:
         """Change the texts, and count what was masked."""
-        options: MaskOptions = self.options
         for document in documents:
             text = document.text
-            if options.mail and ("@" in text or "＠" in text):  # noqa: RUF001
-                text = self._replace(text, filter(_is_mail, _MAIL.finditer(text)), options.mail, "mail addresses")
-            if options.ip:
-                text = self._replace(text, _public_ipv4(text), options.ip, "IP addresses")
-                text = self._replace(text, _public_ipv6(text), options.ip, "IP addresses")
-            if options.phone:
-                text = self._replace(text, _phones(text), options.phone, "telephone numbers")
+            is_wide = not text.isascii() and _WIDE.search(text) is not None
+            for instead, find, what in self._finders(text.translate(_NARROW) if is_wide else text):
+                if instead:
+                    text = self._replace(text, find(text.translate(_NARROW) if is_wide else text), instead, what)
             document.text = text
+
+    def _finders(self, text: str) -> Iterator[tuple[str, Callable[[str], Iterable[re.Match[str]]], str]]:
+        """(what stands for it, what finds it, its name) of what there may be in a text."""
+        options: MaskOptions = self.options
+        yield options.mail, _mails, "mail addresses"
+        yield options.ip, _public_ipv4, "IP addresses"
+        yield options.ip, _public_ipv6, "IP addresses"
+        if _DIGITS.search(text):
+            yield options.identity, identities, "identity numbers"
+            yield options.card, cards, "card numbers"
+            yield options.phone, _phones, "telephone numbers"
 
     def _replace(self, text: str, found: Iterable[re.Match[str]], instead: str, what: str) -> str:
         """Put ``instead`` for what was found, and count."""
@@ -121,6 +148,12 @@ class Mask(LocalStep):
             end = match.end()
             self.count(what)
         return "".join([*parts, text[end:]]) if parts else text
+
+
+def _mails(text: str) -> Iterable[re.Match[str]]:
+    if "＠" in text:  # noqa: RUF001
+        text = text.translate(_NARROW_LETTERS)
+    return filter(_is_mail, _MAIL.finditer(text)) if "@" in text else ()
 
 
 def _is_mail(found: re.Match[str]) -> bool:

@@ -190,6 +190,27 @@ def test_what_cannot_be_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert code == 2 and why in err and not list(tmp_path.glob("out*")), err
 
 
+@pytest.mark.parametrize("pattern", ["p*", "p*_text.idx", "p*.bin", "p*_t[e]xt.meta.json", ""])
+def test_patterns_are_joined_in_the_order_of_their_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pattern: str
+) -> None:
+    """part10 comes after part9, also without zeros in front."""
+    (tmp_path / "in").mkdir()
+    for i in range(12):
+        write(tmp_path / "in" / f"p{i}_text", [[[i]]])
+        write(tmp_path / "in" / f"p{i}_text_loss_mask", [[[1]]], "uint8", vocab_size=None, eod_id=None, tokenizer=None)
+    write(tmp_path / "all", [[[i]] for i in range(12)])
+    given = tmp_path / "in" / pattern
+    code, out, _ = run(capsys, "merge", given, "--output-prefix", tmp_path / "out")
+    assert code == 0 and out.endswith("of 12 datasets\n")
+    assert content(tmp_path / "out") == content(tmp_path / "all")
+    (tmp_path / "in" / "p3_text.idx").unlink()  # a part that is not whole is not left out
+    code, _, err = run(capsys, "merge", given, "--output-prefix", tmp_path / "out", "--overwrite")
+    assert code == 2 and "p3_text.idx" in err
+    code, _, err = run(capsys, "merge", tmp_path / "in" / "q*", "--output-prefix", tmp_path / "no")
+    assert code == 2 and "q*: no dataset matches" in err
+
+
 # --- looking --------------------------------------------------------------------------------------------------------
 
 

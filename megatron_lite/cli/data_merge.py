@@ -7,7 +7,10 @@ byte. Loss masks are joined too.
 from __future__ import annotations
 
 import argparse
+import os
+import re
 from collections.abc import Sequence
+from glob import escape, glob, has_magic
 from pathlib import Path
 
 from megatron_lite.cli.corpus import status_of
@@ -19,7 +22,7 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "megatron-lite data merge", description="Join datasets into one, in the order given."
     )
-    text = "a dataset, or a directory of datasets, which are taken in the order of their names"
+    text = "a dataset, or a directory or a pattern of datasets: in the order of their names, part2 before part10"
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help=text)
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="of the dataset to write")
     parser.add_argument("--overwrite", action="store_true", help="replace outputs that are there")
@@ -43,17 +46,27 @@ def run(argv: Sequence[str]) -> int:
 
 
 def joined_prefixes(names: Sequence[str]) -> list[str]:
-    """Prefixes in order; a directory stands for the datasets in it. Raises ValueError for one without any."""
-    from megatron_lite.data.index_format import MASK_SUFFIX, prefix_of
+    """Prefixes in order; a directory or a pattern stands for the datasets that it names. Raises ValueError for one without any."""
+    from megatron_lite.data.index_format import MASK_SUFFIX, prefix_of, prefix_paths
 
     found: list[str] = []
     for name in names:
-        if Path(name).is_dir():
-            inside = sorted(prefix_of(p) for p in Path(name).glob("*.idx"))
-            inside = [p for p in inside if p.removesuffix(MASK_SUFFIX) == p or p.removesuffix(MASK_SUFFIX) not in inside]
-            if not inside:
-                raise ValueError(f"{name}: a directory without a dataset (.idx)")
-            found += inside
-        else:
-            found.append(prefix_of(name))
+        prefix, is_directory = prefix_of(name), Path(name).is_dir()
+        if not is_directory and (not has_magic(name) or prefix_paths(prefix)[1].exists()):
+            found.append(prefix)
+            continue
+        pattern = os.path.join(escape(name), "*") if is_directory else prefix
+        files = [path for suffix in (".bin", ".idx") for path in glob(pattern + suffix, recursive=True)]
+        inside = {prefix_of(path) for path in files}
+        inside -= {p for p in inside if p.endswith(MASK_SUFFIX) and p.removesuffix(MASK_SUFFIX) in inside}
+        if not inside:
+            what = "a directory without a dataset" if is_directory else "no dataset matches"
+            raise ValueError(f"{name}: {what} (.idx)")
+        found += sorted(inside, key=_by_numbers)
     return found
+
+
+def _by_numbers(name: str) -> tuple[list[str | int], str]:
+    """So that part2 comes before part10; names that are equal but for zeros in front, by themselves."""
+    words = re.split(r"(\d+)", name)
+    return [int(word) if i % 2 else word for i, word in enumerate(words)], name

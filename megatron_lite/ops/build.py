@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,12 @@ class Builder:
     objects: Path
     environment: Mapping[str, str]
     architectures: Sequence[str] = DEFAULT_ARCHITECTURES
+    say: Callable[[str], None] = print
     outcome: dict[str, str] = field(default_factory=dict)  # library: "built" or the reason why not
 
     def attempt(self, name: str, build: Callable[[], None]) -> None:
         """Build one library, and note what became of it."""
+        self.say(f"building {name} ...")
         try:
             build()
             self.outcome[name] = "built"
@@ -176,8 +179,9 @@ def build(
     only: Sequence[str] = ("cpu", "index", "cuda"),
     architectures: Sequence[str] = DEFAULT_ARCHITECTURES,
     environment: Mapping[str, str] = os.environ,
+    say: Callable[[str], None] = partial(print, flush=True),
 ) -> tuple[Path | None, dict[str, str]]:
-    """Build the libraries into a directory of their own under ``root``.
+    """Build the libraries into a directory of their own under ``root``; ``say`` prints a line as each is begun.
 
     Returns:
         the directory (None when nothing could be built) and, for each of "cpu", "index" and "cuda", "built" or the
@@ -203,7 +207,7 @@ def build(
     try:
         objects = work / "objects"
         objects.mkdir()
-        builder = Builder(torch, compiler, sources, work, objects, environment, architectures)
+        builder = Builder(torch, compiler, sources, work, objects, environment, architectures, say)
         for name in only:
             builder.attempt(name, {"cpu": builder.cpu, "index": builder.index, "cuda": builder.cuda}[name])
         shutil.rmtree(objects)

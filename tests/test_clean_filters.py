@@ -308,7 +308,7 @@ def test_the_statistic_by_brute_force() -> None:
     a = [(n, rng.gauss(0, 1), float(rng.randint(0, 3)), 1.0) for n in range(80)]
     b = [(n, rng.gauss(0.5, 1), float(rng.randint(0, 3)), 1.0) for n in range(60)]
     for moved in compare(a, b):
-        column = {"length": 1, "compression ratio": 2, "token entropy": 3}[moved.feature]
+        column = {"length": 1, "compression ratio": 2, "byte entropy": 3}[moved.feature]
         x, y = [row[column] for row in a], [row[column] for row in b]
         d = max(abs(sum(v <= t for v in x) / len(x) - sum(v <= t for v in y) / len(y)) for t in x + y)
         assert moved.d == pytest.approx(d, abs=1e-12)
@@ -383,6 +383,12 @@ def test_drift_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert main("data drift p.drift.json other.jsonl --sample 9999".split()) == 2  # a profile of fewer documents
     other_tokens = "--tokenizer-type NullTokenizer --vocab-size 9"
     assert main(f"data drift p.drift.json other.jsonl --sample 500 {other_tokens}".split()) == 2
+    assert "is a profile of the entropy of bytes: leave the tokenizer out" in capsys.readouterr().err
+    Path("ids.jsonl").write_text("".join(json.dumps({"text": f"{n % 7} {n % 3} 5"}) + "\n" for n in range(20)))
+    assert main(f"data drift ids.jsonl ids.jsonl {other_tokens} --save-profile t.drift.json --json".split()) == 0
+    assert list(json.loads(capsys.readouterr().out)["features"]) == ["length", "compression ratio", "token entropy"]
+    assert main("data drift t.drift.json ids.jsonl --sample 10".split()) == 2
+    assert f"is a profile of the entropy of tokens: give {other_tokens}, or" in capsys.readouterr().err
     assert main("data drift old.jsonl".split()) == 2
     Path("none.jsonl").write_text("")
     assert main("data drift none.jsonl --save-profile none.drift.json".split()) == 2 and not Path("none.drift.json").exists()
@@ -395,6 +401,17 @@ def test_drift_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert json.loads(capsys.readouterr().out)["documents"] == [600, 600]
     assert main("data drift gb/old.txt gb/same.txt".split()) == 2
     assert main("data drift old.jsonl same.jsonl --encoding klingon".split()) == 2
+    Path("mixed").mkdir()  # the separator need only fit one of the corpora
+    Path("mixed/a.txt").write_text("\n--\n".join(json.loads(line)["text"] for line in Path("old.jsonl").read_text().splitlines()))
+    Path("mixed/b.jsonl").write_text('{"text": "of another kind"}\n')
+    capsys.readouterr()
+    assert main(["data", "drift", "mixed", "same.jsonl", "--threshold", "0.13", *read[2:]]) == 0
+    assert capsys.readouterr().out.startswith("601 documents of the reference, 600 new")
+    assert main(["data", "drift", "same.jsonl", "mixed", "--threshold", "0.13", *read[2:]]) == 0
+    for new in ("other.jsonl", "none.jsonl", "gone.jsonl"):  # no file to separate, no document, no file: and no profile
+        more = read[2:] if new == "other.jsonl" else []
+        assert main(["data", "drift", "old.jsonl", new, "--save-profile", "q.drift.json", *more]) == 2
+        assert not Path("q.drift.json").exists()
     Path("p.drift.json").write_text("{}")
     assert main("data drift p.drift.json other.jsonl".split()) == 2
     Path("bad.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')

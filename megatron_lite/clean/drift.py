@@ -1,14 +1,17 @@
 """Drift: whether a corpus still looks like a reference, in three numbers of its documents.
 
 Length (bytes of UTF-8), compression ratio (bytes for each byte that zlib makes of them: repetition) and entropy of the
-tokens (bits; by default the tokens are bytes) are compared by the two-sample Kolmogorov-Smirnov statistic D, the largest
-distance between the two distribution functions: 0 is none, 1 is all. The threshold is on D. The probability p of the usual
-test asks whether the difference can be chance; with millions of documents it never is, and p is 0 however small the
-difference. Chance alone makes D 1.95 * sqrt(1/n + 1/m) once in a thousand comparisons, 0.04 for samples of 5,000: where D is
-above the threshold and not above that, there are too few documents to tell.
+tokens (bits; by default the tokens are bytes, and it is called byte entropy) are compared by the two-sample Kolmogorov-Smirnov
+statistic D, the largest distance between the two distribution functions: 0 is none, 1 is all. The threshold is on D. The
+probability p of the usual test asks whether the difference can be chance; with millions of documents it never is, and p is 0
+however small the difference. Chance alone makes D 1.95 * sqrt(1/n + 1/m) once in a thousand comparisons, 0.04 for samples of 5,000:
+where D is above the threshold and not above that, there are too few documents to tell.
 
 Samples are fixed: of each corpus the documents whose text has the smallest keyed hashes. They do not depend on order,
 workers or parts, and the same document is taken again when it comes back.
+
+What these numbers do not see: the order of words, what a text says, in which language of a script it is, a fault in one document of a
+hundred. A corpus whose words were shuffled inside its documents has not moved.
 
 As a step of a pipeline (``drift``) it drops nothing; put at the end, it says in the report what moved. A profile (the numbers
 of a sample, ``megatron-lite data drift --save-profile``) serves as a reference without its corpus.
@@ -24,7 +27,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +37,6 @@ from megatron_lite.clean.documents import read_block
 from megatron_lite.clean.step import Document, Facts, LocalStep
 from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs, open_input
 
-FEATURES = ("length", "compression ratio", "token entropy")
 PROFILE = ".drift.json"
 SAME, MOVED, TOO_FEW = "same", "moved", "too few documents"
 BYTES = "bytes"  # the tokens when no tokenizer is given
@@ -62,7 +64,7 @@ class Moved:
     """The comparison of one feature.
 
     Attributes:
-        feature: one of :data:`FEATURES`.
+        feature: one of :func:`feature_names`.
         d: the statistic.
         reference, new: medians.
     """
@@ -120,6 +122,11 @@ def features(data: bytes, tokens: Sequence[int] | None = None) -> tuple[float, f
     return float(len(data)), len(data) / len(zlib.compress(data, 6)), max(0.0, entropy)
 
 
+def feature_names(named: str) -> tuple[str, str, str]:
+    """What the features are called where ``named`` are the tokens."""
+    return "length", "compression ratio", "byte entropy" if named == BYTES else "token entropy"
+
+
 def chance(reference: int, new: int) -> float:
     """The D that samples of these sizes from one corpus reach once in a thousand comparisons (Smirnov 1948)."""
     return 1.95 * math.sqrt(1 / reference + 1 / new)
@@ -136,8 +143,8 @@ def finding(moved: Moved, threshold: float, by_chance: float) -> tuple[str, str]
     return TOO_FEW, f"drift: too few documents to tell whether {moved.feature} moved: {told}"
 
 
-def compare(reference: Sequence[Row], new: Sequence[Row]) -> list[Moved]:
-    """The statistic of each feature; the most moved feature first.
+def compare(reference: Sequence[Row], new: Sequence[Row], named: str = BYTES) -> list[Moved]:
+    """The statistic of each feature; the most moved feature first. ``named`` are the tokens.
 
     Raises:
         ValueError: a sample is empty.
@@ -147,11 +154,16 @@ def compare(reference: Sequence[Row], new: Sequence[Row]) -> list[Moved]:
     if not reference or not new:
         raise ValueError(f"nothing to compare: {len(reference)} documents in the reference, {len(new)} new ones")
     found = []
-    for column, feature in enumerate(FEATURES, 1):
+    for column, feature in enumerate(feature_names(named), 1):
         a, b = (np.array([row[column] for row in rows]) for rows in (reference, new))
         d = float(ks_2samp(a, b, method="asymp").statistic)
         found.append(Moved(feature, d, float(np.median(a)), float(np.median(b))))
     return sorted(found, key=lambda moved: -moved.d)
+
+
+def check_reading(corpora: Sequence[str], reading: InputOptions) -> None:
+    """Refuse options that fit no file of any of the corpora; profiles have none. Raises ValueError, OSError."""
+    check_options(reading, [file for path in corpora if not path.endswith(PROFILE) for file in expand_inputs([path], "drift")])
 
 
 def sample_of(
@@ -172,7 +184,7 @@ def sample_of(
     if path.endswith(PROFILE):
         return load_profile(path, size, named)
     sample, files = Sample(size, tokens), expand_inputs([path], "drift")
-    check_options(reading, files)
+    check_options(replace(reading, separator=None), files)  # which fits the files of the other corpus perhaps
     for number, file in enumerate(files):
         for block in open_input(file, reading):
             records = read_block(number, block, 0, Keys(*reading.keys), skip_bad=bad is not None)
@@ -188,7 +200,8 @@ def save_profile(path: str, rows: Sequence[Row], size: int, named: str) -> None:
     if not rows:
         raise ValueError("no document to make a profile of")
     Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps({"features": FEATURES, "tokens": named, "size": size, "rows": rows}) + "\n", encoding="utf-8")
+    data = {"features": feature_names(named), "tokens": named, "size": size, "rows": rows}
+    Path(path).write_text(json.dumps(data) + "\n", encoding="utf-8")
 
 
 def load_profile(path: str, size: int, named: str) -> list[Row]:
@@ -200,13 +213,14 @@ def load_profile(path: str, size: int, named: str) -> list[Row]:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         rows = [(int(key), float(a), float(b), float(c)) for key, a, b, c in data["rows"]]
-        same, has, tokens = data["features"] == list(FEATURES), int(data["size"]), str(data["tokens"])
+        same, has, tokens = data["features"] == list(feature_names(data["tokens"])), int(data["size"]), str(data["tokens"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no profile of a corpus ({error}): make one with data drift --save-profile") from None
     if not same or has < size:
         raise ValueError(f"{path} is a profile of {has} documents with {', '.join(data['features'])}: asked for is a sample of {size}")
     if tokens != named:
-        raise ValueError(f"{path} is a profile of the entropy of {tokens}: asked for is that of {named}")
+        give = "leave the tokenizer out" if tokens == BYTES else f"give {tokens}, or make a profile without a tokenizer"
+        raise ValueError(f"{path} is a profile of the entropy of {'bytes' if tokens == BYTES else 'tokens'}: {give}")
     return smallest(rows, size)
 
 

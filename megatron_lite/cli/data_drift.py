@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from megatron_lite.cli.corpus import add_reading_flags, status_of, strict
 from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags, tokenizer_options
 from megatron_lite.config.exit_codes import CONFIGURATION, DONE, ERROR
+from megatron_lite.text.tokenizer import flag_of
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
         "megatron-lite data drift",
-        description="Compare the documents of two corpora by length, compression ratio and token entropy "
+        description="Compare the documents of two corpora by length, compression ratio and entropy of bytes or tokens "
         "(Kolmogorov-Smirnov statistic D).",
         allow_abbrev=False,
     )
@@ -56,6 +57,7 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
         Drift,
         DriftOptions,
         chance,
+        check_reading,
         compare,
         finding,
         sample_of,
@@ -75,17 +77,21 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
         from megatron_lite.text.tokenizer import build_tokenizer
 
         tokens = build_tokenizer(args.tokenizer_type, **tokenizer_options(args)).encode
-        named = f"{args.tokenizer_type} {os.path.basename(args.tokenizer_model or args.vocab_file or '')}".strip()
+        named = _tokenizer_flags(args)
     reading = InputOptions((args.text_key,), args.encoding, args.document_separator)
+    if args.document_separator is not None:
+        check_reading([path for path in (args.reference, args.new) if path is not None], reading)
     bad: dict[str, Counter[str]] = {"reference": Counter(), "new": Counter()}
     reference = sample_of(args.reference, args.sample, reading, tokens, named, bad["reference"] if args.skip_bad else None)
-    if args.save_profile is not None:
-        save_profile(args.save_profile, reference, args.sample, named)
     if args.new is None:
+        save_profile(args.save_profile, reference, args.sample, named)
         return DONE, "\n".join([*_bad(bad), f"{args.save_profile}: {len(reference)} documents of {args.reference}"])
     new = sample_of(args.new, args.sample, reading, tokens, named, bad["new"] if args.skip_bad else None)
+    compared = compare(reference, new, named)
+    if args.save_profile is not None:  # after all that can be wrong
+        save_profile(args.save_profile, reference, args.sample, named)
     by_chance = chance(len(reference), len(new))
-    found = {m: finding(m, args.threshold, by_chance) for m in compare(reference, new)}
+    found = {m: finding(m, args.threshold, by_chance) for m in compared}
     kinds = [kind for kind, _ in found.values()]
     result = next((kind for kind in (MOVED, TOO_FEW) if kind in kinds), SAME)
     status = {SAME: DONE, MOVED: ERROR, TOO_FEW: CONFIGURATION}[result]
@@ -97,6 +103,13 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
     lines = [*_bad(bad), f"{len(reference)} documents of the reference, {len(new)} new; D above {args.threshold:.3g} is drift"]
     lines += [f"{m.feature:<18} D {m.d:.3f}   median {m.reference:.4g} -> {m.new:.4g}" for m in found]
     return status, "\n".join([*lines, *(told for _, told in found.values() if told)])
+
+
+def _tokenizer_flags(args: argparse.Namespace) -> str:
+    """The flags of the tokenizer, files by their last name: the same wherever they lie."""
+    given = {name: value for name, value in tokenizer_options(args).items() if value is not None}
+    given.update({name: Path(given[name]).name for name in ("model", "vocab_file", "merge_file") if name in given})
+    return " ".join([f"--tokenizer-type {args.tokenizer_type}", *(f"{flag_of(name)} {value}" for name, value in given.items())])
 
 
 def _bad(counts: Mapping[str, Mapping[str, int]]) -> list[str]:

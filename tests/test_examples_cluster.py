@@ -354,6 +354,7 @@ def test_ranks_that_srun_starts_save_are_requeued_and_go_on(tmp_path: Path) -> N
         last = max(steps_of(save))
         assert f"stopped after step {last} by a signal" in run.output and complete(save) == [last] and 3 <= last < 40
     assert requeued.read_text() == f"requeue {variables['SLURM_JOB_ID']}\n"
+    variables["PATH"] = os.pathsep.join([warm.programs(tmp_path / "python"), path])
     with launched(["bash", str(BATCH), *flags], tmp_path / "second", **variables) as run:
         assert run.wait(90) == 0, run.output
         run.assert_nothing_left()

@@ -35,5 +35,5 @@ echo "== building csrc"
 
 echo "== tests"
 cores="$("$python" -c 'import os; print(len(os.sched_getaffinity(0)))')"
-# Whole files, in their order: what the tests of a file share is made once.
-exec "$python" -m pytest tests -n "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder "$@"
+# Whole files, in their order: what the tests of a file share is made once. One process more than cores: some tests only wait.
+exec "$python" -m pytest tests -n "$((cores < 3 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder "$@"

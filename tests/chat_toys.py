@@ -13,7 +13,7 @@ from megatron_lite.text.chat import ChatEncoder, Conversation, Example
 from megatron_lite.text.chat_template import load_templates
 from megatron_lite.text.records import BadRecord
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer
-from megatron_lite.text.tokenizer_fast import encoder_of
+from megatron_lite.text.tokenizer_fast import Encoder, encoder_of
 
 SPECIAL = [
     "<|begin|>",
@@ -97,9 +97,8 @@ def tokenizer_with(model: Path, folder: Path, template: Any, **config: Any) -> P
 
 def chat_encoder(folder: Path, fast: bool = True) -> ChatEncoder:
     tokenizer = HuggingFaceTokenizer(str(folder))
-    return ChatEncoder(
-        tokenizer, load_templates(folder, None, NOW), encoder_of(tokenizer, prove=False) if fast else None
-    )
+    encoder = encoder_of(tokenizer, prove=False) if fast else Encoder(tokenizer)
+    return ChatEncoder(encoder, load_templates(folder, None, NOW))
 
 
 def encode(folder: Path, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> Example:

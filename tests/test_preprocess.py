@@ -37,7 +37,7 @@ TOOL = [sys.executable, str(ROOT / "tools" / "preprocess_data.py")]
 WORKERS = pytest.mark.parametrize("workers", [1, 3])
 
 
-class Characters:
+class Characters(Tokenizer):
     """A tokenizer of characters (ids 0 to 255; 256 ends a document) that can be made to fail at a word."""
 
     vocab_size, eod_id, fingerprint = 257, 256, "characters"
@@ -49,9 +49,6 @@ class Characters:
         if self._hook is not None and "trigger" in text:
             self._hook()
         return list(text.replace("\u200b", "").encode())
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode()
@@ -195,7 +192,7 @@ def test_workers_do_not_change_a_byte(tmp_path: Path) -> None:
         counted.append(run([path, path], folder / "out", workers, **options))
         seen.append({p.name: p.read_bytes() for p in folder.iterdir()})
     assert seen[0] == seen[1] and len(seen[0]) == 6 and counted[0] == counted[1]
-    assert counted[0].empty == 22 and sum(counted[0].bad.values()) == 44 and counted[0].documents == 2002
+    assert counted[0].dropped["empty"] == 22 and sum(counted[0].bad.values()) == 44 and counted[0].documents == 2002
 
 
 def test_does_not_import_torch() -> None:
@@ -213,7 +210,7 @@ def test_empty_documents_are_skipped_everywhere(tmp_path: Path, workers: int, ap
     path = write_lines(tmp_path / "a.jsonl", [{"text": t} for t in texts])
     counts = run(path, tmp_path / "out", workers, append_eod=append_eod)
     assert documents(tmp_path / "out_text_document") == ["a b", "c"]
-    assert (counts.documents, counts.empty) == (2, 4)
+    assert (counts.documents, counts.dropped["empty"]) == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +273,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
 
 def test_reasons_are_told_where_all_records_are_bad(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": 7}, {"text": 8}, b'{"text": "a\tb"}'])
-    with pytest.raises(BadInput, match="3 bad records; 2 bad: the value of 'text' is a number, not a string; 1 bad: not one"):
+    with pytest.raises(BadInput, match="of [0-9]* bytes; 2 bad: the value of 'text' is a number, not a string; 1 bad: not one"):
         run(path, tmp_path / "out", skip_bad=True)
 
 
@@ -310,7 +307,7 @@ def test_locale_does_not_matter(tmp_path: Path, workers: int) -> None:
     assert b".jsonl:3: not one JSON value (Expecting value at character 20)" in stopped.stderr
     done = subprocess.run([*command, "--skip-bad"], env=env, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert b"1 bad record was skipped: not one JSON value" in done.stdout
+    assert b"1 bad: not one JSON value" in done.stdout
     dataset = IndexedDataset(tmp_path / "out_text_document")
     assert bytes(dataset.read(0, dataset.num_tokens).tolist()).decode() == "é 😀今天"
 
@@ -341,7 +338,7 @@ def test_every_key_has_an_output_and_they_stay_aligned(tmp_path: Path, workers: 
     counts = run(path, tmp_path / "out", workers, keys=("title", "body"))
     assert documents(tmp_path / "out_title_document") == ["A", "D"]
     assert documents(tmp_path / "out_body_document") == ["a", "d"]
-    assert (counts.documents, counts.empty) == (2, 2)
+    assert (counts.documents, counts.dropped["empty"]) == (2, 2)
 
 
 def test_missing_key_is_an_error_or_counted(tmp_path: Path) -> None:
@@ -673,8 +670,8 @@ def test_tool_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     for part in (
         "2 documents, 5 tokens from",
-        "1 empty record was skipped",
-        "1 bad record was skipped: the tokenizer",
+        "1 dropped: empty",
+        "1 bad: the tokenizer",
     ):
         assert part in text
     assert "1 texts hold the end-of-document token themselves" in text and "MB/s" in text

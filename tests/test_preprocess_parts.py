@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from megatron_lite.data.describe import verify
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.data.parts import merge
 from megatron_lite.text import run as engine
-from megatron_lite.text.ahead import ahead
 from megatron_lite.text.encode import Counts
 from megatron_lite.text.inputs import InputOptions
 from megatron_lite.text.journal import Journal
@@ -72,7 +72,7 @@ def test_parts_merged_are_the_whole(tmp_path: Path, parts: int) -> None:
         total.add(preprocess(inputs, str(tmp_path / f"p{i}"), options(), part=(i, parts), workers=1 + i % 2))
     merge([tmp_path / f"p{i}_text_document" for i in range(parts)], tmp_path / "merged_text_document")
     assert stored(tmp_path / "merged") == stored(tmp_path / "whole")
-    assert (total.documents, total.tokens, total.empty) == (counts.documents, counts.tokens, counts.empty)
+    assert (total.documents, total.tokens, total.dropped["empty"]) == (counts.documents, counts.tokens, counts.dropped["empty"])
 
 
 def test_more_parts_than_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -466,14 +466,14 @@ def test_whole_blocks_of_documents_are_as_one_by_one(tmp_path: Path) -> None:
 
 def test_progress_in_a_log_and_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
-    with Progress(4000, said.append, log_interval=10, bar=False) as progress:
+    with closing(Progress(4000, Counts(), 0, said.append, log_interval=10, bar=False)) as progress:
         progress.show(Counts(documents=9, bytes=900), 900)
         time.sleep(0.05)
         progress.show(Counts(documents=10, tokens=12345, bytes=2_000_000), 1000)
     assert len(said) == 1
     assert said[0].startswith("10 documents, ") and "documents/s, 12,345 tokens, " in said[0]
     assert "MB/s" in said[0] and said[0].endswith("0:00 left")
-    with Progress(4000, said.append, log_interval=10, bar=True) as progress:
+    with closing(Progress(4000, Counts(), 0, said.append, log_interval=10, bar=True)) as progress:
         progress.show(Counts(documents=10, tokens=12345, bytes=2_000_000), 4000)
     shown = capsys.readouterr().err
     assert len(said) == 1 and "100%" in shown and "10 documents, 12,345 tokens" in shown and "MB/s" in shown
@@ -488,14 +488,13 @@ def test_items_are_taken_ahead_but_not_without_end() -> None:
             yield i
         raise ZeroDivisionError
 
-    found = ahead(items(), 4)
-    assert [next(found) for _ in range(3)] == [0, 1, 2]
-    time.sleep(0.1)
-    assert 4 < len(taken) <= 3 + 4 + 2
-    assert next(found) == 3
-    with pytest.raises(ZeroDivisionError):
-        list(found)
-    closed = ahead(iter(range(100)), 2)
-    assert next(closed) == 0
-    closed.close()
-    assert list(ahead(iter([]), 1)) == []
+    with ExitStack() as stack:
+        found = engine.ahead(items(), 4, stack)
+        assert [next(found) for _ in range(3)] == [0, 1, 2]
+        time.sleep(0.1)
+        assert 4 < len(taken) <= 3 + 4 + 2
+        assert next(found) == 3
+        with pytest.raises(ZeroDivisionError):
+            list(found)
+        assert next(engine.ahead(iter(range(100)), 2, stack)) == 0
+        assert list(engine.ahead(iter([]), 1, stack)) == []

@@ -29,7 +29,6 @@ import numpy as np
 from megatron_lite.text.chat_template import PLAIN, ChatTemplate, Rendered, TemplateRefusal, Templates
 from megatron_lite.text.records import BadRecord, text_of
 from megatron_lite.text.special_places import SpecialPlaces, Tokens
-from megatron_lite.text.tokenizer import Tokenizer
 from megatron_lite.text.tokenizer_fast import Encoder
 
 ASSISTANT = "assistant"
@@ -181,16 +180,11 @@ class Example:
 
 
 class ChatEncoder:
-    """From conversations to tokens and masks, with one tokenizer and its templates.
+    """From conversations to tokens and masks, with one tokenizer and its templates."""
 
-    Args:
-        tokenizer, templates: what renders and tokenizes.
-        encoder: the fast form of the tokenizer, where it is proved.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, templates: Templates, encoder: Encoder | None = None) -> None:
-        self.templates, self.vocab_size = templates, tokenizer.vocab_size
-        self._places = SpecialPlaces(tokenizer, encoder)
+    def __init__(self, encoder: Encoder, templates: Templates) -> None:
+        self.templates, self.vocab_size = templates, encoder.tokenizer.vocab_size
+        self._places = SpecialPlaces(encoder)
         self._remembered = lru_cache(maxsize=1 << 12)(self._ids)
 
     def encode(self, conversations: Sequence[Conversation]) -> list[Example | BadRecord]:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from itertools import islice
@@ -28,15 +26,15 @@ from megatron_lite.data.index_format import choose_dtype, mask_prefix
 from megatron_lite.data.index_writer import IndexedWriter, WriterState
 from megatron_lite.text.chat import ChatEncoder, Conversation, Example, Keys, conversation_of
 from megatron_lite.text.chat_template import CLOSE, OPEN, PLAIN, Rendered, Templates, load_templates
-from megatron_lite.text.encode import Column, Counts, Encoded, Failure, Work
-from megatron_lite.text.inputs import Block, InputOptions, Lines, called, name_of, open_input
-from megatron_lite.text.records import BadInput, BadRecord, numbered_lines, parse_object, refusal
+from megatron_lite.text.encode import Column, Counts, Encoded, Failure, Stop, Work, encoder_in_worker, refuse
+from megatron_lite.text.inputs import Block, InputOptions, Lines, name_of, open_input
+from megatron_lite.text.records import BadInput, BadRecord, numbered_lines, parse_object
 from megatron_lite.text.run import Stream, in_processes, run_job
 from megatron_lite.text.special_places import named_tokens
 from megatron_lite.text.tokenizer import Tokenizer
-from megatron_lite.text.tokenizer_fast import FastDiffers, NotFast, encoder_of
+from megatron_lite.text.tokenizer_fast import Encoder, FastDiffers, encoder_for
 
-EMPTY, NO_ANSWER, NOTHING, TOO_LONG = (
+NO_MESSAGES, NO_ANSWER, NOTHING, TOO_LONG = (
     "without messages",
     "without an assistant's turn",
     "without a token that the loss counts",
@@ -76,38 +74,12 @@ class ChatOptions:
         return load_templates(self.directory, self.template, self.now, named_tokens(tokenizer) if tokenizer else {})
 
 
-@dataclass
-class ChatCounts(Counts):
-    """What became of the records; documents are conversations.
-
-    Attributes:
-        counted: tokens that the loss counts.
-        turns, ended: of the assistant; those that end with a special token.
-        truncated: conversations cut to a row.
-        tools: conversations with tools that the template does not read.
-        spells: conversations with a message that spells a special token.
-        dropped: by rule.
-    """
-
-    counted: int = 0
-    turns: int = 0
-    ended: int = 0
-    truncated: int = 0
-    tools: int = 0
-    spells: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-
-
-class _Stop(Exception):
-    """What ends the run, and the number of its line."""
-
-
 def encode_block(encoder: ChatEncoder, options: ChatOptions, work: Work) -> Encoded:
-    """Render and tokenize a block: a column of ids and one of the mask, uint8."""
-    counts = ChatCounts(bytes=len(work.block.data))  # type: ignore[union-attr]
+    """Render and tokenize a block: a column of the mask, uint8, and one of ids."""
+    counts = Counts(bytes=len(work.block.data))  # type: ignore[union-attr]
     try:
         examples = _examples(encoder, options, work.block, counts)  # type: ignore[arg-type]
-    except _Stop as stop:
+    except Stop as stop:
         return Encoded(counts, failure=Failure(*stop.args))
     ids = np.concatenate([e.ids for e in examples]) if examples else np.empty(0, np.int64)
     mask = np.concatenate([e.mask for e in examples]) if examples else np.empty(0, np.uint8)
@@ -116,32 +88,26 @@ def encode_block(encoder: ChatEncoder, options: ChatOptions, work: Work) -> Enco
     counts.turns, counts.ended = sum(e.turns for e in examples), sum(e.ended for e in examples)
     counts.spells = sum(e.spells for e in examples)
     ids = ids.astype(choose_dtype(encoder.vocab_size))
-    return Encoded(counts, [Column(ids, lengths, None), Column(mask, lengths, None)])
+    return Encoded(counts, [Column(mask, lengths, None), Column(ids, lengths, None)])
 
 
-def _examples(encoder: ChatEncoder, options: ChatOptions, lines: Lines, counts: ChatCounts) -> list[Example]:
-    """The conversations of a block that are stored. Raises _Stop."""
-
-    def refuse(number: int, line: bytes, why: BadRecord) -> None:
-        if not options.skip_bad:
-            raise _Stop(number, refusal(why, line))
-        counts.bad[why.reason] += 1
-
+def _examples(encoder: ChatEncoder, options: ChatOptions, lines: Lines, counts: Counts) -> list[Example]:
+    """The conversations of a block that are stored. Raises Stop."""
     found: list[tuple[int, bytes, Conversation]] = []
     for number, line in numbered_lines(lines.first, lines.data):
         try:
             conversation = conversation_of(_parse(line), options.keys)
         except BadRecord as why:
-            refuse(number, line, why)
+            refuse(options.skip_bad, counts, number, line, why)
             continue
         if not conversation.has_answer:
-            counts.dropped[NO_ANSWER if conversation.messages else EMPTY] += 1
+            counts.dropped[NO_ANSWER if conversation.messages else NO_MESSAGES] += 1
         else:
             found.append((number, line, conversation))
     examples: list[Example] = []
     for (number, line, conversation), example in zip(found, _encoded(encoder, found), strict=True):
         if isinstance(example, BadRecord):
-            refuse(number, line, example)
+            refuse(options.skip_bad, counts, number, line, example)
             continue
         unread = conversation.tools is not None and not encoder.templates.of(conversation.tools).reads_tools
         if kept := _by_rule(example, options, counts):
@@ -155,7 +121,7 @@ def _encoded(encoder: ChatEncoder, found: Sequence[tuple[int, bytes, Conversatio
     try:
         return encoder.encode([c for _, _, c in found])
     except FastDiffers as error:
-        raise _Stop(found[0][0], f"{error}; run with --no-fast-tokenizer") from None
+        raise Stop(found[0][0], f"{error}; run with --no-fast-tokenizer") from None
     except ValueError:
         pass
     results: list[Example | BadRecord] = []
@@ -175,7 +141,7 @@ def _parse(line: bytes) -> dict[str, Any]:
     return record
 
 
-def _by_rule(example: Example, options: ChatOptions, counts: ChatCounts) -> Example | None:
+def _by_rule(example: Example, options: ChatOptions, counts: Counts) -> Example | None:
     """The example as it is stored, or None; counts what was done to it."""
     most = options.most_tokens
     if most is not None and len(example.ids) > most:
@@ -191,17 +157,15 @@ def _by_rule(example: Example, options: ChatOptions, counts: ChatCounts) -> Exam
     return example
 
 
-def worker_function(options: ChatOptions, tokenizer: Tokenizer | None = None) -> Callable[[Work], Encoded]:
-    """What a worker does with a block; builds the tokenizer, unless it is given, and the template."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of the tokenizers package: processes are the parallelism
-    tokenizer = tokenizer or options.tokenizer()
-    encoder = encoder_of(tokenizer, prove=False) if options.fast else None
-    return partial(encode_block, ChatEncoder(tokenizer, options.templates(tokenizer), encoder), options)
+def worker_function(options: ChatOptions, encoder: Encoder | None = None) -> Callable[[Work], Encoded]:
+    """What a worker does with a block; makes the tokenizer, unless it is given, and the template."""
+    encoder = encoder or encoder_in_worker(options.tokenizer, options.fast)
+    return partial(encode_block, ChatEncoder(encoder, options.templates(encoder.tokenizer)), options)
 
 
 def prepare_chat(
     inputs: Sequence[Path], prefix: str, options: ChatOptions, *, encoding: str = "utf-8", **running: Any
-) -> ChatCounts:
+) -> Counts:
     """Write ``PREFIX`` and ``PREFIX_loss_mask`` (.bin, .idx, .meta.json each).
 
     Args:
@@ -215,15 +179,14 @@ def prepare_chat(
         if name is None or name.kind not in (*LINES, TAR):
             kinds = f"{', '.join(LINES)} (each also with {', '.join(PACKINGS)}), {TAR}"
             raise ValueError(f"{path}: conversations are read from JSON lines only: {kinds}")
-    counts = run_job(_Chat(prefix, options, InputOptions(encoding=encoding)), inputs, prefix, **running)
-    assert isinstance(counts, ChatCounts)
-    return counts
+    return run_job(_Chat(prefix, options, InputOptions(encoding=encoding)), inputs, prefix, **running)
 
 
 class _Chat:
     """The job of rendering and tokenizing conversations."""
 
     mask = True
+    called = "conversations"
 
     def __init__(self, prefix: str, options: ChatOptions, reading: InputOptions) -> None:
         self.options, self.reading, self.outputs = options, reading, [prefix]
@@ -234,63 +197,43 @@ class _Chat:
         named = {"prompt_key": options.keys.prompt, "completion_key": options.keys.completion}
         made_by = {"tokenizer": self.tokenizer.fingerprint, "template": templates.digest, "date": date}
         self.identity = {**made_by, **named, **flags, "encoding": reading.encoding}
-        self.counts: Counts = ChatCounts()
+        self.encoder = Encoder(self.tokenizer)
 
     def begin(self, first: Block | None, say: Callable[[str], None]) -> None:
         """Use the fast form of the tokenizer, if it gives its ids for hard texts and for the first conversations."""
         if not self.options.fast:
             return
-        encoder, texts = ChatEncoder(self.tokenizer, self.options.templates(self.tokenizer)), []
+        render, texts = ChatEncoder(self.encoder, self.options.templates(self.tokenizer)).render, []
         for _, line in islice(numbered_lines(1, first.data if isinstance(first, Lines) else b""), _TRIED):
             with contextlib.suppress(BadRecord):
-                rendered = encoder.render(conversation_of(_parse(line), self.options.keys))
+                rendered = render(conversation_of(_parse(line), self.options.keys))
                 texts += [rendered.text] if isinstance(rendered, Rendered) else []
-        try:
-            fast = encoder_of(self.tokenizer, texts).is_fast
-        except NotFast as why:
-            say(f"note: tokenizing by the reference library, which is slower: {why}")
-            fast = False
-        self.options = replace(self.options, fast=fast)
+        self.encoder = encoder_for(self.tokenizer, texts, say)
+        self.options = replace(self.options, fast=self.encoder.is_fast)
 
     def writers(self, states: Sequence[WriterState], **options: Any) -> Iterator[IndexedWriter]:
-        """Of the tokens and the mask."""
-        of_tokens, of_mask = states or (None, None)
+        """Of the mask and the tokens."""
+        of_mask, of_tokens = states or (None, None)
         # A mask without tokens is what a killed run left.
         mask = IndexedWriter(
             mask_prefix(self.outputs[0]), dtype=np.uint8, resume=of_mask, **{**options, "overwrite": True}
         )
-        try:
-            tokens = IndexedWriter(
-                self.outputs[0],
-                vocab_size=self.tokenizer.vocab_size,
-                tokenizer=self.tokenizer.fingerprint,
-                tokenizer_flags=self.tokenizer.flags,
-                resume=of_tokens,
-                mask=mask,
-                **options,
-            )
-        except BaseException:
-            mask.abort()
-            raise
-        yield tokens
         yield mask
+        yield IndexedWriter(
+            self.outputs[0],
+            vocab_size=self.tokenizer.vocab_size,
+            tokenizer=self.tokenizer.fingerprint,
+            tokenizer_flags=self.tokenizer.flags,
+            resume=of_tokens,
+            mask=mask,
+            **options,
+        )
 
     def encoded(self, stream: Stream, workers: int, stack: ExitStack) -> Iterator[Encoded]:
         """Every block in order."""
         if workers == 1:
-            return map(worker_function(self.options, self.tokenizer), stream.work())
+            return map(worker_function(self.options, self.encoder), stream.work())
         return in_processes(stream, partial(worker_function, self.options), workers, stack)
-
-    def nothing(self, inputs: Sequence[Path], size: int, total: Counts) -> str:
-        """What to say when no conversation was stored."""
-        assert isinstance(total, ChatCounts)
-        return f"no conversations were written: {called(inputs)} of {size:,} bytes\n{skipped(total)}".rstrip()
-
-
-def skipped(counts: ChatCounts) -> str:
-    """A line for each reason for which records are not in the output."""
-    lines = [f"{n:,} dropped: {why}" for why, n in counts.dropped.most_common()]
-    return "\n".join(lines + [f"{n:,} bad: {why}" for why, n in counts.bad.most_common()])
 
 
 def holds_conversations(path: Path) -> bool:
@@ -308,13 +251,13 @@ def holds_conversations(path: Path) -> bool:
     return False
 
 
-def summary(counts: ChatCounts, options: ChatOptions, seconds: float | None = None) -> str:
+def summary(counts: Counts, options: ChatOptions, seconds: float | None = None) -> str:
     """What happened, for people."""
     speed = "" if seconds is None else f" in {seconds:.1f} s ({counts.bytes / 1e6 / seconds:.1f} MB/s)"
     lines = [
         f"{counts.documents:,} conversations, {counts.tokens:,} tokens{speed}",
         f"the loss counts {counts.counted:,} tokens ({100 * counts.counted / max(1, counts.tokens):.1f}%) of {counts.turns:,} turns",
-        *skipped(counts).splitlines(),
+        *counts.skipped(),
     ]
     if counts.truncated:
         lines.append(f"{counts.truncated:,} cut to {options.most_tokens:,} tokens")

@@ -12,15 +12,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import orjson
 import regex
 
 from megatron_lite.data.index_format import choose_dtype
-from megatron_lite.text.inputs import Lines, Texts
-from megatron_lite.text.records import BYTE_ORDER_MARK, BadInput, BadRecord, excerpt, parse_line, refusal
+from megatron_lite.text.inputs import Block, Lines
+from megatron_lite.text.records import BadRecord, excerpt, numbered_lines, parse_line, refusal
 from megatron_lite.text.tokenizer import Tokenizer
 from megatron_lite.text.tokenizer_fast import Encoder, FastDiffers, Ids, encoder_of, flat, surrounded
 
@@ -29,6 +30,7 @@ SENTENCE_END = regex.compile(
     r"|(?<=[。！？][”」』）]*)(?![。！？”」』）])"  # Chinese, Japanese: a mark, its quotes  # noqa: RUF001
     r"|\n\s*\n"  # a paragraph
 )
+EMPTY = "empty"  # why a record is dropped
 _LONG = 200_000  # characters; a longer text is not compared with the reference, which would take its time
 
 
@@ -59,14 +61,33 @@ class Options:
 
 @dataclass
 class Counts:
-    """What became of the records."""
+    """What became of the records.
+
+    Attributes:
+        documents, tokens: written.
+        bytes: of JSON lines, or characters of texts that came as such.
+        holds_eod: texts that themselves encode to the end-of-document token.
+        compared: texts whose ids were compared with the reference's.
+        counted: tokens that the loss counts (this and what follows is of conversations).
+        turns, ended: of the assistant; those that end with a special token.
+        truncated: conversations cut to a row.
+        tools: conversations with tools that the template does not read.
+        spells: conversations with a message that spells a special token.
+        dropped, bad: records that were left out, by rule and on request, by reason.
+    """
 
     documents: int = 0
     tokens: int = 0
     bytes: int = 0
-    empty: int = 0
-    holds_eod: int = 0  # texts that themselves encode to the end-of-document token
-    compared: int = 0  # texts whose ids were compared with the reference's
+    holds_eod: int = 0
+    compared: int = 0
+    counted: int = 0
+    turns: int = 0
+    ended: int = 0
+    truncated: int = 0
+    tools: int = 0
+    spells: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
     bad: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Counts) -> None:
@@ -77,12 +98,17 @@ class Counts:
             else:
                 setattr(self, name, getattr(self, name) + value)
 
+    def skipped(self) -> list[str]:
+        """A line for each reason for which records are not in the output."""
+        reasons = (("dropped", self.dropped), ("bad", self.bad))
+        return [f"{n:,} {kind}: {why}" for kind, found in reasons for why, n in found.most_common() if n]
+
 
 @dataclass(frozen=True)
 class Work:
     """A block of input, and how many of its texts are to be compared with the reference."""
 
-    block: Lines | Texts
+    block: Block
     compare: int = 0
 
 
@@ -112,7 +138,7 @@ class Encoded:
     failure: Failure | None = None
 
 
-class _Stop(Exception):
+class Stop(Exception):
     """What ends a run: the number of its line, and what is wrong."""
 
 
@@ -122,6 +148,11 @@ class _Records(NamedTuple):
     numbers: Sequence[int]
     starts: Sequence[bytes]
     columns: list[list[str]]
+
+    def only(self, kept: Sequence[int]) -> _Records:
+        """Some of them."""
+        columns = [[texts[i] for i in kept] for texts in self.columns]
+        return _Records([self.numbers[i] for i in kept], [self.starts[i] for i in kept], columns)
 
 
 def encode_block(encoder: Encoder, options: Options, work: Work) -> Encoded:
@@ -135,50 +166,45 @@ def encode_block(encoder: Encoder, options: Options, work: Work) -> Encoded:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # compiled tokenizers panic with a BaseException of their own
-            records, pieces, ids = _one_by_one(encoder.tokenizer, options, records, found.counts)
+            records = _encodable(encoder.tokenizer, options, records, found.counts)
+            pieces = [_pieces(texts, options) for texts in records.columns]
+            ids = [flat(encoder.tokenizer.encode_batch(texts)) for texts, _ in pieces]
         else:
             if work.compare and encoder.is_fast and records.numbers:
                 for some, of_them in zip(pieces, ids, strict=True):
                     _compare(encoder, records, some, of_them, work.compare)
                     found.counts.compared += min(work.compare, len(some[0]))
-    except _Stop as stop:
+    except Stop as stop:
         return Encoded(found.counts, failure=Failure(*stop.args))
     _pack(found, encoder.tokenizer, options, [(i, n) for i, (_, n) in zip(ids, pieces, strict=True)])
     return found
 
 
-def _refuse(options: Options, counts: Counts, number: int, line: bytes, why: BadRecord) -> None:
-    if not options.skip_bad:
-        raise _Stop(number, refusal(why, line))
+def refuse(skip_bad: bool, counts: Counts, number: int, line: bytes, why: BadRecord) -> None:
+    """A bad record is counted, or ends the run: raises Stop."""
+    if not skip_bad:
+        raise Stop(number, refusal(why, line))
     counts.bad[why.reason] += 1
 
 
-def _records(block: Lines | Texts, options: Options, counts: Counts) -> _Records:
+def _records(block: Block, options: Options, counts: Counts) -> _Records:
     """The records of a block; empty and bad ones are counted, or end the run."""
-    if isinstance(block, Lines):
-        counts.bytes += len(block.data)
     found = _quickly(block, options.keys) if isinstance(block, Lines) else None
     if found is None:
-        numbers: list[int] = []
-        starts: list[bytes] = []
-        columns: list[list[str]] = [[] for _ in options.keys]
-        for number, start, texts in _lines(block, options) if isinstance(block, Lines) else _documents(block, options):
+        good = []
+        for number, start, texts in _one_by_one(block, options.keys):
             if isinstance(texts, BadRecord):
-                _refuse(options, counts, number, start, texts)
-                continue
-            numbers.append(number)
-            starts.append(start)
-            for column, text in zip(columns, texts, strict=True):
-                column.append(text)
-        found = _Records(numbers, starts, columns)
-    if isinstance(block, Texts):
-        counts.bytes += sum(len(text) for texts in found.columns for text in texts)
+                refuse(options.skip_bad, counts, number, start, texts)
+            else:
+                good.append((number, start, texts))
+        columns = [[texts[k] for _, _, texts in good] for k in range(len(options.keys))]
+        found = _Records([number for number, _, _ in good], [start for _, start, _ in good], columns)
+    counts.bytes += len(block.data) if isinstance(block, Lines) else sum(map(len, chain(*found.columns)))
     if all(all(texts) and not any(map(str.isspace, texts)) for texts in found.columns):
         return found
     keep = [i for i, texts in enumerate(zip(*found.columns, strict=True)) if all(t and not t.isspace() for t in texts)]
-    counts.empty += len(found.numbers) - len(keep)
-    columns = [[texts[i] for i in keep] for texts in found.columns]
-    return _Records([found.numbers[i] for i in keep], [found.starts[i] for i in keep], columns)
+    counts.dropped[EMPTY] += len(found.numbers) - len(keep)
+    return found.only(keep)
 
 
 def _quickly(block: Lines, keys: Sequence[str]) -> _Records | None:
@@ -201,30 +227,17 @@ def _quickly(block: Lines, keys: Sequence[str]) -> _Records | None:
     return _Records(range(block.first, block.first + len(lines)), lines, columns)
 
 
-def _lines(block: Lines, options: Options) -> Iterator[tuple[int, bytes, list[str] | BadRecord]]:
-    """(number, line, its texts or what is wrong) of lines that are not blank."""
-    loads, keys = orjson.loads, options.keys
-    for number, line in enumerate(block.data.split(b"\n"), block.first):
-        try:
-            record = loads(line)
-            texts = [record[key] for key in keys]
-        except (ValueError, TypeError, LookupError):
-            texts = [None]
-        if {*map(type, texts)} != {str}:  # blank, bad, or read by wider rules
-            line = line.removeprefix(BYTE_ORDER_MARK)
-            if not line.strip():
-                continue
+def _one_by_one(block: Block, keys: Sequence[str]) -> Iterator[tuple[int, bytes, list[str] | BadRecord]]:
+    """(number, what stands there, its texts or what is wrong) of each record."""
+    if isinstance(block, Lines):
+        for number, line in numbered_lines(block.first, block.data):
             try:
-                texts = parse_line(line, keys)
+                yield number, line, parse_line(line, keys)
             except BadRecord as why:
                 yield number, line, why
-                continue
-        yield number, line, texts
-
-
-def _documents(block: Texts, options: Options) -> Iterator[tuple[int, bytes, list[str] | BadRecord]]:
+        return
     refused = {bad.index: bad for bad in block.refused}
-    columns = [block.columns[block.keys.index(key)] for key in options.keys]
+    columns = [block.columns[block.keys.index(key)] for key in keys]
     for index, texts in enumerate(zip(*columns, strict=True)):
         bad = refused.get(index)
         start = texts[0][:80].encode() if bad is None else bad.start
@@ -242,33 +255,23 @@ def _pieces(texts: list[str], options: Options) -> tuple[list[str], np.ndarray |
 Pieces = tuple[list[str], np.ndarray | None]
 
 
-def _one_by_one(
-    tokenizer: Tokenizer, options: Options, records: _Records, counts: Counts
-) -> tuple[_Records, list[Pieces], list[Ids]]:
+def _encodable(tokenizer: Tokenizer, options: Options, records: _Records, counts: Counts) -> _Records:
     """The records that the tokenizer takes, when it does not take all."""
-    numbers: list[int] = []
-    starts: list[bytes] = []
-    columns: list[list[str]] = [[] for _ in options.keys]
-    encoded: list[list[list[int]]] = [[] for _ in options.keys]
-    for number, start, *texts in zip(records.numbers, records.starts, *records.columns, strict=True):
+    keep = []
+    for i, (number, start, *texts) in enumerate(zip(records.numbers, records.starts, *records.columns, strict=True)):
         try:
-            ids = [tokenizer.encode_batch(_pieces([text], options)[0]) for text in texts]
+            for text in texts:
+                tokenizer.encode_batch(_pieces([text], options)[0])
+            keep.append(i)
         except (KeyboardInterrupt, SystemExit):
             raise
         except ValueError as error:
             why = BadRecord("the tokenizer cannot encode the text", f" ({error})")
-            _refuse(options, counts, number, start, why)
+            refuse(options.skip_bad, counts, number, start, why)
         except BaseException as error:
             what = f"the tokenizer failed ({type(error).__name__}: {error})"
-            raise _Stop(number, f"{what}: {excerpt(start)}") from None
-        else:
-            numbers.append(number)
-            starts.append(start)
-            for column, text, lists, sequences in zip(columns, texts, encoded, ids, strict=True):
-                column.append(text)
-                lists += sequences
-    pieces = [_pieces(texts, options) for texts in columns]
-    return _Records(numbers, starts, columns), pieces, [flat(sequences) for sequences in encoded]
+            raise Stop(number, f"{what}: {excerpt(start)}") from None
+    return records.only(keep)
 
 
 def _compare(encoder: Encoder, records: _Records, pieces: Pieces, ids: Ids, number: int) -> None:
@@ -280,7 +283,7 @@ def _compare(encoder: Encoder, records: _Records, pieces: Pieces, ids: Ids, numb
     except FastDiffers as error:
         at = error.index if counts is None else int(np.searchsorted(np.cumsum(counts), error.index, side="right"))
         what = f"{error}; run with --no-fast-tokenizer: {excerpt(records.starts[at])}"
-        raise _Stop(records.numbers[at], what) from None
+        raise Stop(records.numbers[at], what) from None
 
 
 def _pack(found: Encoded, tokenizer: Tokenizer, options: Options, columns: list[tuple[Ids, np.ndarray | None]]) -> None:
@@ -288,11 +291,9 @@ def _pack(found: Encoded, tokenizer: Tokenizer, options: Options, columns: list[
     sizes = [ids.lengths if pieces is None else _sums(ids.lengths, pieces) for ids, pieces in columns]
     keep = np.logical_and.reduce([size > 0 for size in sizes])
     found.counts.documents = int(keep.sum())
-    found.counts.empty += len(keep) - found.counts.documents
+    found.counts.dropped[EMPTY] += len(keep) - found.counts.documents
     dtype = choose_dtype(tokenizer.vocab_size)
-    for (ids, lengths), pieces, size in (
-        (ids, pieces, size) for (ids, pieces), size in zip(columns, sizes, strict=True)
-    ):
+    for ((ids, lengths), pieces), size in zip(columns, sizes, strict=True):
         if not keep.all():
             ids = ids[np.repeat(keep, size)]
             lengths = lengths[keep if pieces is None else np.repeat(keep, pieces)]
@@ -308,9 +309,7 @@ def _pack(found: Encoded, tokenizer: Tokenizer, options: Options, columns: list[
             lengths[slice(None) if pieces is None else np.cumsum(pieces) - 1] += 1
         found.counts.tokens += len(ids)
         fits = not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) <= np.iinfo(dtype).max)
-        found.columns.append(
-            Column(ids.astype(dtype) if fits else ids, lengths, pieces)
-        )  # the writer refuses what does not fit
+        found.columns.append(Column(ids.astype(dtype) if fits else ids, lengths, pieces))  # else the writer refuses them
 
 
 def _sums(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -318,26 +317,24 @@ def _sums(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.add.reduceat(values, np.cumsum(counts) - counts) if len(counts) else counts
 
 
-def worker_function(options: Options) -> Callable[[Work], Encoded]:
-    """What a worker process does with a block; builds the tokenizer."""
+def encoder_in_worker(make: Callable[[], Tokenizer], fast: bool) -> Encoder:
+    """A worker process's own tokenizer, fast where the parent has proved it."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of the tokenizers package: processes are the parallelism
-    tokenizer = options.tokenizer()
-    encoder = encoder_of(tokenizer, prove=False) if options.fast else Encoder(tokenizer)
-    return partial(encode_block, encoder, options)
+    return encoder_of(make(), prove=False) if fast else Encoder(make())
 
 
-def texts_of(block: Any, options: Options, most: int) -> list[str]:
-    """Some texts of a block, to try a tokenizer on; bad records are passed over."""
+def worker_function(options: Options) -> Callable[[Work], Encoded]:
+    """What a worker process does with a block."""
+    return partial(encode_block, encoder_in_worker(options.tokenizer, options.fast), options)
+
+
+def texts_of(block: Block, keys: Sequence[str], most: int) -> list[str]:
+    """Texts of a block, of about ``most`` characters in all, to try a tokenizer on; bad records are passed over."""
     texts: list[str] = []
-    for _, _, found in _lines(block, options) if isinstance(block, Lines) else _documents(block, options):
+    for _, _, found in _one_by_one(block, keys):
         if not isinstance(found, BadRecord):
             texts += [text for text in found if len(text) <= most]
-            most -= sum(map(len, texts[-len(options.keys) :]))
+            most -= sum(map(len, found))
         if most <= 0:
             break
     return texts
-
-
-def bad_input(file: str, failure: Failure, lines_before: int) -> BadInput:
-    """The error that ends a run."""
-    return BadInput(f"{file}:{failure.number + lines_before}: {failure.what}")

@@ -39,10 +39,10 @@ class Finished:
 
 
 class Journal:
-    """Writes the journal of a run; ``keep``: :meth:`end` leaves it to a run that resumes; ``kind``: of its counts."""
+    """Writes the journal of a run; ``keep``: :meth:`end` leaves it to a run that resumes."""
 
-    def __init__(self, prefix: str, identity: Identity, keep: bool, kind: type[Counts] = Counts) -> None:
-        self._keep, self._kind = keep, kind
+    def __init__(self, prefix: str, identity: Identity, keep: bool) -> None:
+        self._keep = keep
         self._file = LockedFile(prefix + ".journal")
         self._identity = json.loads(json.dumps(identity))
         self._size = 0  # of what was found
@@ -59,7 +59,7 @@ class Journal:
                 "Give the same, or leave --resume out to start anew"
             )
         self._size = sum(map(len, lines))
-        return _finished(json.loads(lines[-1]), self._kind) if len(lines) > 1 else None
+        return _finished(json.loads(lines[-1])) if len(lines) > 1 else None
 
     def open(self) -> None:
         """Begin the journal, or go on with the one that was found. Raises FileExistsError: its run has not ended."""
@@ -92,9 +92,9 @@ def _whole_lines(path: Path) -> list[bytes]:
     return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
-def _finished(entry: dict[str, Any], kind: type[Counts]) -> Finished:
+def _finished(entry: dict[str, Any]) -> Finished:
     read: dict[str, Any] = {name: Counter(n) if isinstance(n, dict) else n for name, n in entry["counts"].items()}
-    return Finished(Place(**entry["place"]), entry["taken"], kind(**read), [WriterState(**o) for o in entry["outputs"]])
+    return Finished(Place(**entry["place"]), entry["taken"], Counts(**read), [WriterState(**o) for o in entry["outputs"]])
 
 
 def _differences(then: Identity, now: Identity) -> list[str]:

@@ -11,9 +11,8 @@ so that the outputs of several keys stay aligned, and counted.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -33,9 +32,9 @@ from megatron_lite.text.encode import (
     texts_of,
     worker_function,
 )
-from megatron_lite.text.inputs import Block, InputOptions, called
-from megatron_lite.text.run import Stream, in_processes, run_job
-from megatron_lite.text.tokenizer_fast import Encoder, NotFast, encoder_of
+from megatron_lite.text.inputs import Block, InputOptions
+from megatron_lite.text.run import Stream, in_order, in_processes, run_job
+from megatron_lite.text.tokenizer_fast import Encoder, encoder_for, encoder_of
 
 __all__ = ["SENTENCE_END", "Counts", "Options", "preprocess", "summary"]
 
@@ -70,6 +69,7 @@ class _Texts:
     """The job of tokenizing texts."""
 
     mask = False
+    called = "documents"
 
     def __init__(self, prefix: str, options: Options, reading: InputOptions) -> None:
         keys = options.keys
@@ -87,11 +87,8 @@ class _Texts:
     def begin(self, first: Block | None, say: Callable[[str], None]) -> None:
         """Use the fast form of the tokenizer, if it is proved on the first block."""
         if self.options.fast:
-            try:
-                texts = [] if first is None else texts_of(first, self.options, _TRIED)
-                self.encoder = encoder_of(self.tokenizer, texts)
-            except NotFast as why:
-                say(f"note: tokenizing by the reference library, which is slower: {why}")
+            texts = [] if first is None else texts_of(first, self.options.keys, _TRIED)
+            self.encoder = encoder_for(self.tokenizer, texts, say)
 
     def writers(self, states: Sequence[WriterState], **options: Any) -> Iterator[IndexedWriter]:
         """One for each key."""
@@ -116,14 +113,6 @@ class _Texts:
             return (encode_block(self.encoder, options, work) for work in stream.work())
         return in_processes(stream, partial(worker_function, options), workers, stack)
 
-    def nothing(self, inputs: Sequence[Path], size: int, total: Counts) -> str:
-        """What to say when there was no document."""
-        return (
-            f"no documents were written: {called(inputs)} of {size:,} bytes held {total.empty} empty "
-            f"and {sum(total.bad.values())} bad records"
-            + "".join(f"; {n} bad: {why}" for why, n in total.bad.most_common())
-        )
-
 
 def _in_threads(
     stream: Stream, encoder: Encoder, options: Options, workers: int, stack: ExitStack
@@ -145,23 +134,13 @@ def _in_threads(
 
     pool = ThreadPoolExecutor(workers)
     stack.callback(pool.shutdown, cancel_futures=True)
-    waiting: deque[Future[Encoded]] = deque()
-    for work in stream.work():
-        waiting.append(pool.submit(encode, work))
-        if len(waiting) > 2 * workers:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+    return in_order(pool, encode, stream.work(), 2 * workers)
 
 
 def summary(counts: Counts, seconds: float) -> str:
     """What happened, for people."""
     size = f"{counts.bytes / 1e6:.1f} MB" if counts.bytes >= 1e5 else f"{counts.bytes:,} bytes"
-    lines = [f"{counts.documents:,} documents, {counts.tokens:,} tokens from {size} in {seconds:.1f} s"]
-    skipped = [("empty", "", counts.empty), *(("bad", f": {reason}", n) for reason, n in counts.bad.most_common())]
-    lines += [
-        f"{n:,} {kind} {'record was' if n == 1 else 'records were'} skipped{why}" for kind, why, n in skipped if n
-    ]
+    lines = [f"{counts.documents:,} documents, {counts.tokens:,} tokens from {size} in {seconds:.1f} s", *counts.skipped()]
     if counts.compared:
         lines.append(
             f"{counts.compared:,} texts on the way were compared with the reference tokenizer, with the same ids"

@@ -11,25 +11,26 @@ changes while it is read ends the run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat, takewhile
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from megatron_lite.data.index_writer import IndexedWriter, WriterState, publish_left, refuse_existing, remove_dataset
 from megatron_lite.data.locked_file import interrupts_held
-from megatron_lite.text.ahead import ahead
-from megatron_lite.text.encode import Counts, Encoded, Work, bad_input
-from megatron_lite.text.inputs import STANDARD_INPUT, Block, InputOptions, Lines
+from megatron_lite.text.encode import Counts, Encoded, Work
+from megatron_lite.text.inputs import STANDARD_INPUT, Block, InputOptions, Lines, called
 from megatron_lite.text.journal import Finished, Identity, Journal
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.progress import Progress
 from megatron_lite.text.records import BadInput
 from megatron_lite.text.shares import Part, Place, Share, after, numbers_before, place_of, read, shares
 
+T = TypeVar("T")
 _FINISHED_BYTES = 1 << 28  # of input, after which the finished part is written down,
 _FINISHED_SECONDS = 10.0  # or after so long, whichever is first
 _COMPARED = 10_000  # one of so many records is compared with the reference tokenizer
@@ -67,29 +68,26 @@ class Job(Protocol):
         mask: a loss mask is written beside each of them.
         reading: how files are read.
         identity: what decides the output, besides the inputs and which part of them is read; JSON.
-        counts: of nothing.
+        called: what a record is.
     """
 
     outputs: list[str]
     mask: bool
     reading: InputOptions
     identity: Identity
-    counts: Counts
+    called: str
 
     def begin(self, first: Block | None, say: Callable[[str], None]) -> None:
         """Look at the first block of the input, before anything else is done with it."""
 
     def writers(self, states: Sequence[WriterState], **options: Any) -> Iterator[IndexedWriter]:
-        """A writer for each column of a block, those of ``outputs`` first and then their masks'.
+        """A writer for each column of a block, that of a mask before that of its output.
 
         They go on from the states, if there are any; the options are those of :class:`IndexedWriter`.
         """
 
     def encoded(self, stream: Stream, workers: int, stack: ExitStack) -> Iterator[Encoded]:
         """Every block in order."""
-
-    def nothing(self, inputs: Sequence[Path], size: int, total: Counts) -> str:
-        """What to say when ``size`` bytes gave no document."""
 
 
 def run_job(
@@ -126,12 +124,12 @@ def run_job(
     """
     whole, files = shares(inputs, job.reading, part), _files(inputs)
     identity = {"inputs": files, "part": part and list(part), **job.identity}
-    journal = Journal(prefix, identity, keep=resume, kind=type(job.counts))
+    journal = Journal(prefix, identity, keep=resume)
     finished = journal.find() if resume else None
     complete = finished is not None and finished.complete
     for output in () if overwrite or complete else job.outputs:
         refuse_existing(output, with_mask=job.mask)  # before a journal is begun
-    total = job.counts
+    total = Counts()
     with ExitStack() as stack:
         with interrupts_held():
             journal.open()
@@ -147,22 +145,23 @@ def run_job(
                 stack.callback(writer.abort)  # does nothing once it has been finished
                 writers.append(writer)
         left = whole if finished is None else after(whole, finished.place)
-        progress = stack.enter_context(Progress(sum(s.size for s in whole), say, log_interval, bar))
+        size, taken = sum(s.size for s in whole), 0
         if finished is not None:
-            total = finished.counts
-            progress.resume(total, finished.taken)
+            total, taken = finished.counts, finished.taken
             say(f"going on after {total.documents:,} documents")
+        progress = stack.enter_context(closing(Progress(size, total, taken, say, log_interval, bar)))
         source = read(left, job.reading)
         if STANDARD_INPUT not in map(str, inputs):  # a thread that waits for the terminal could not be ended
-            source = stack.enter_context(closing(ahead(source, _AHEAD)))
+            source = ahead(source, _AHEAD, stack)
         first = next(source, None)
         job.begin(None if first is None else first[1], say)
         stream = Stream(source if first is None else chain([first], source), job.reading)
-        written_down, when, taken = total.bytes, monotonic(), 0
+        written_down, when = total.bytes, monotonic()
         for encoded in job.encoded(stream, workers, stack):
             share, block = stream.given.popleft()
             if encoded.failure is not None:
-                raise bad_input(block.file, encoded.failure, stream.numbers_before(share))
+                number = encoded.failure.number + stream.numbers_before(share)
+                raise BadInput(f"{block.file}:{number}: {encoded.failure.what}")
             if total.bytes - written_down >= _FINISHED_BYTES or monotonic() - when >= _FINISHED_SECONDS:
                 states_now = [writer.state() for writer in writers]
                 journal.add(Finished(place_of(share.file, block), taken, total, states_now))
@@ -173,16 +172,36 @@ def run_job(
             taken = _taken(whole, share, block)
             progress.show(total, taken)
         if not total.documents and part is None:
-            raise BadInput(job.nothing(inputs, max(total.bytes, sum(s.size for s in whole)), total))
+            what = [f"no {job.called} were written: {called(inputs)} of {max(total.bytes, size):,} bytes"]
+            raise BadInput("; ".join(what + total.skipped()))
         if changed := [path for path, *facts in _files(inputs) if [path, *facts] not in files]:
             raise BadInput(f"{changed[0]} has changed while it was read")
-        _publish(writers[: len(job.outputs)], journal, Finished(Place(len(inputs), 0), taken, total, []), keep=resume)
+        outputs = [writer for writer in writers if writer.prefix in job.outputs]
+        _publish(outputs, journal, Finished(Place(len(inputs), 0), taken, total, []), keep=resume)
     return total
 
 
 def _files(inputs: Sequence[Path]) -> list[list[Any]]:
     """Name, size and time of change of each."""
     return [[str(p), s.st_size, s.st_mtime_ns] for p in inputs if p.is_file() and (s := p.stat())]
+
+
+def in_order(pool: Executor, function: Callable[[Any], Any], items: Iterable[Any], most: int) -> Iterator[Any]:
+    """The results in the order of the items, up to ``most`` of which wait or are worked on."""
+    waiting: deque[Future[Any]] = deque()
+    for item in items:
+        waiting.append(pool.submit(function, item))
+        if len(waiting) > most:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def ahead(items: Iterator[T], most: int, stack: ExitStack) -> Iterator[T]:
+    """The items in order, up to ``most`` of them taken ahead by a thread; what ``items`` raises comes after those before it."""
+    pool = ThreadPoolExecutor(1)
+    stack.callback(pool.shutdown, cancel_futures=True)
+    return takewhile(lambda item: item is not None, in_order(pool, lambda _: next(items, None), repeat(None), most))
 
 
 def in_processes(

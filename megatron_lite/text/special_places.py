@@ -53,19 +53,14 @@ def named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 class SpecialPlaces:
-    """Tokenizes texts and finds their special tokens.
+    """Tokenizes texts and finds their special tokens."""
 
-    Args:
-        tokenizer: the reference.
-        encoder: its fast form, where that is proved; None: the reference does it all.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, encoder: Encoder | None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, encoder: Encoder) -> None:
+        self.tokenizer = tokenizer = encoder.tokenizer
         self.special = tokenizer.special
         self._pattern = _any_of(self.special)
         self._library = tokenizer if isinstance(tokenizer, HuggingFaceTokenizer) else None
-        self._fast = encoder if encoder is not None and encoder.is_fast else None
+        self._fast = encoder if encoder.is_fast else None
         self._before, self._after = len(tokenizer.begin), 0
         if self._library is not None:
             added = self._library.added_tokens()

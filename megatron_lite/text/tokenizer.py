@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any
 END_NAMES = ("eos_token", "eod_token")
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """What the rest of the program needs of a tokenizer.
 
     Attributes:
@@ -48,17 +49,17 @@ class Tokenizer:
     begin: Sequence[int] = ()
     special: Mapping[str, int] = MappingProxyType({})
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of one document, without the end-of-document token. ValueError for a text that cannot be encoded."""
-        raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several documents."""
         return [self.encode(text) for text in texts]
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Text of some ids; bytes that are no UTF-8 become U+FFFD; an id of no token is no error."""
-        raise NotImplementedError
 
 
 def fingerprint(kind: str, *contents: bytes) -> str:

@@ -173,6 +173,15 @@ def encoder_of(tokenizer: Tokenizer, texts: Sequence[str] = (), prove: bool = Tr
     return encoder
 
 
+def encoder_for(tokenizer: Tokenizer, texts: Sequence[str], say: Callable[[str], None]) -> Encoder:
+    """The fast path if it is proved; else the tokenizer itself, and that is said."""
+    try:
+        return encoder_of(tokenizer, texts)
+    except NotFast as why:
+        say(f"note: tokenizing by the reference library, which is slower: {why}")
+        return Encoder(tokenizer)
+
+
 def _mixed(
     texts: list[str], chosen: list[int], first: Callable[[list[str]], Ids], second: Callable[[list[str]], Ids]
 ) -> Ids:

@@ -89,6 +89,18 @@ def test_all_problems_come_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_curriculum(write(tmp_path, "stages:\n- {at: 0, seq_length: 5}\n- {at: x, weight: 1}\nmore: 1\n"), S)
     assert len(caught.value.problems) == 4
+    text = "stages:\n- {at: 0, weights: {a: 1, z: 1}}\n- at: 60\n  weights:\n- {at: 24, seq_length: 5}\n- {at: x}\n"
+    text += "- {at: 90, weights: {y: 1}}\n"
+    with pytest.raises(ConfigError) as caught:
+        load_curriculum(write(tmp_path, text), S, ["a", "b"])
+    found = "\n".join(map(str, caught.value.problems))
+    assert len(caught.value.problems) == 6, found
+    for part in ("4: weights: no source is drawn", "5: at: 24\n", "one before at 60", "5: seq_length: 5", "6: at: 'x'"):
+        assert part in found, part
+    assert "2: weights.z: no source" in found and "7: weights.y: no source" in found
+    with pytest.raises(ConfigError) as caught:
+        load_curriculum(write(tmp_path, "stages:\n- {at: 5}\n- {at: 3}\n"), S)
+    assert [str(p).count("one before at 5") for p in caught.value.problems] == [0, 1]
     with pytest.raises(ConfigError, match="missing.yaml: cannot be read"):
         load_curriculum("missing.yaml", S)
 

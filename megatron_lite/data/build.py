@@ -54,11 +54,12 @@ def build_datasets(
         access: how token files are read.
     """
     result = Datasets()
-    curriculum = _curriculum(data, result.problems)
+    groups = {} if data.mock_data else _groups(data, result.problems)
+    drawn = [s.prefix for s in groups["train"][0]] if "train" in groups else None
+    curriculum = _curriculum(data, drawn, result.problems)
     if data.mock_data:
         _mock(data, asked, seed, vocab_size, eod_id, result)
         return _finish(data, seed, vocab_size, result, curriculum)
-    groups = _groups(data, result.problems)
     opened, found = open_all((s.prefix for sources, _ in groups.values() for s in sources), access)
     result.problems += found
     for name, d in opened.items():
@@ -75,8 +76,6 @@ def build_datasets(
         result.notices.append(f"tokenized without --append-eod: {names}; the model does not learn where a text ends")
     if result.eod_id is None and not result.problems:
         result.problems += _eod_needed(data)
-    if curriculum is not None and "train" in groups:
-        result.problems += curriculum.name_problems([s.prefix for s in groups["train"][0]])
     if result.problems:
         return result
     for index, name in enumerate(SPLIT_NAMES):
@@ -90,23 +89,21 @@ def build_datasets(
     return _finish(data, seed, vocab_size, result, curriculum)
 
 
-def _curriculum(data: DataConfig, problems: list[Problem]) -> Curriculum | None:
-    """The schedule file of ``--curriculum``."""
+def _curriculum(data: DataConfig, names: list[str] | None, problems: list[Problem]) -> Curriculum | None:
+    """The schedule file of ``--curriculum``, whose weights are of the named sources."""
     if data.curriculum is None:
         return None
+    what, weighted = f"--curriculum {data.curriculum} has weights of sources", []
+    if data.mock_data:
+        weighted.append(Problem(f"{what}, and --mock-data has none"))
+    if data.sample_order == "megatron":
+        rule = "the megatron order fixes its blend from the first sample to the last"
+        weighted.append(Problem(f"{what}, with --sample-order megatron", "", rule, "--sample-order windows"))
     try:
-        found = load_curriculum(data.curriculum, data.seq_length)
+        return load_curriculum(data.curriculum, data.seq_length, names, weighted=weighted)
     except ConfigError as error:
         problems += error.problems
         return None
-    if any(stage.weights is not None for stage in found.stages):
-        what = f"--curriculum {data.curriculum} has weights of sources"
-        if data.mock_data:
-            problems.append(Problem(f"{what}, and --mock-data has none"))
-        if data.sample_order == "megatron":
-            rule = "the megatron order fixes its blend from the first sample to the last"
-            problems.append(Problem(f"{what}, with --sample-order megatron", "", rule, "--sample-order windows"))
-    return found
 
 
 def _finish(

@@ -123,12 +123,16 @@ class Curriculum:
         return found
 
 
-def load_curriculum(path: str, seq_length: int) -> Curriculum:
+def load_curriculum(
+    path: str, seq_length: int, names: Sequence[str] | None = None, *, weighted: Sequence[Problem] = ()
+) -> Curriculum:
     """Read a schedule file.
 
     Args:
         path: of the file.
         seq_length: of the run: the longest.
+        names: of the sources; None: any.
+        weighted: why no stage can have weights.
 
     Raises:
         ConfigError: everything that is wrong with it, each with file and line.
@@ -136,9 +140,13 @@ def load_curriculum(path: str, seq_length: int) -> Curriculum:
     node = compose_file("--curriculum", path)
     reader = _Reader(path, seq_length)
     reader.read(node)
-    if reader.problems:
-        raise ConfigError(reader.problems)
-    return Curriculum(path, seq_length, tuple(reader.stages))
+    found = Curriculum(path, seq_length, tuple(reader.stages))
+    problems = reader.problems + ([] if names is None or not found.stages else found.name_problems(names))
+    if any(stage.weights is not None for stage in found.stages):
+        problems += weighted
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 class _Reader:
@@ -173,7 +181,6 @@ class _Reader:
                 self.complain(its_line, f"{key}: unknown field", nearest=nearest_name(key, _FIELDS) or ", ".join(_FIELDS))
             else:
                 given[key] = (its_line, value)
-        before = len(self.problems)
         last = self.stages[-1] if self.stages else Stage(-1, -1, self.seq_length)
         if "at" not in given:
             self.complain(line, "at: is required", "consumed tokens at which the stage begins, such as 0 or 10B")
@@ -181,8 +188,7 @@ class _Reader:
         at = self._at(*given["at"], last)
         seq_length = self._seq_length(*given["seq_length"]) if "seq_length" in given else last.seq_length
         weights = self._weights(*given["weights"]) if "weights" in given else last.weights
-        if len(self.problems) == before:
-            self.stages.append(Stage(-(-at // self.seq_length), at, seq_length, weights, line))
+        self.stages.append(Stage(-(-at // self.seq_length), at, seq_length, weights, line))
 
     def _value(self, line: int, node: yaml.Node, kind: Any, where: str) -> Any:
         """A value of a type; None after a complaint."""
@@ -199,7 +205,7 @@ class _Reader:
             at = whole_amount(str(construct(node)))
         except (ValueError, yaml.YAMLError) as error:
             self.complain(line, f"at: {' '.join(str(error).split())}")
-            return 0
+            return last.at
         if at > _MOST_TOKENS:
             self.complain(line, f"at: {at:,}", f"at most {_MOST_TOKENS:,} tokens")
         elif last.at < 0 < at:
@@ -226,7 +232,8 @@ class _Reader:
             if weight is not None and not (math.isfinite(weight) and weight >= 0):
                 self.complain(its_line, f"weights.{name}: {weight:g}", "a number, not negative")
             found[name] = weight or 0.0
-        if isinstance(node, yaml.MappingNode) and not any(found.values()):
+        empty = isinstance(node, yaml.ScalarNode) and not node.value
+        if empty or (isinstance(node, yaml.MappingNode) and not any(found.values())):
             self.complain(line, "weights: no source is drawn", "one weight at least is above 0")
         return found
 

@@ -16,6 +16,7 @@ from megatron_lite.data.blend import BlendedDataset, MegatronBlend, WindowsBlend
 from megatron_lite.data.curriculum import Curriculum, staged_blend
 from megatron_lite.data.indexed import TokenStream
 from megatron_lite.data.megatron_order import MegatronDataset
+from megatron_lite.data.mix import Mix
 from megatron_lite.data.packing import PackedDataset
 from megatron_lite.data.row import Dataset
 from megatron_lite.data.sources import Source
@@ -36,7 +37,7 @@ class Datasets:
         summary: lines for the start-up text: documents, tokens, samples, epochs of each split.
         notices: what is worth knowing and no problem.
         problems: what must be changed before the run can start.
-        blend: the sources of the training data, where there are several; curriculum: of the training data.
+        mix: what training samples are drawn from; blend: the same, where there are several sources; curriculum: of them.
         facts: what decides about training rows besides files and flags: to be the same on all ranks and after a restart.
         seen: of each dataset the documents, sequences, tokens and checksum: to be the same on all ranks, whose nodes may
             have files of their own.
@@ -49,6 +50,7 @@ class Datasets:
     summary: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    mix: Mix | None = None
     blend: BlendedDataset | None = None
     curriculum: Curriculum | None = None
     facts: dict[str, Any] = field(default_factory=dict)
@@ -98,6 +100,10 @@ class Split:
                 return None
             dataset = members[0] if len(members) == 1 else self._blended(usable, members)
         self._summarise(usable, dataset)
+        if self.name == "train":
+            names = dataset.names if isinstance(dataset, BlendedDataset) else [usable[0].source.prefix]
+            weights = [float(w) for w in self._weights(usable)]
+            self.result.mix = Mix(dataset, dict(zip(names, weights, strict=True)), self.curriculum)
         return dataset
 
     def _blended(self, parts: list[Part], members: Sequence[Dataset]) -> BlendedDataset:

@@ -134,7 +134,7 @@ def build(
     notices: list[str] = []
     if found is not None:
         guard.beat(f"loading {found.directory}", PATIENCE)
-        progress, rates, found = resume.load(assembly, config, found, rates, scaler, notices.append, facts=data.facts)
+        progress, rates, found = resume.load(assembly, config, found, rates, scaler, notices.append, facts=data.facts, mix=data.mix)
         for first, end in progress.skipped_ranges:
             data.train.skip(first, end)
     elif config.checkpoint.load:

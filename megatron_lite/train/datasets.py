@@ -16,6 +16,7 @@ from megatron_lite.data.by_source import BySource
 from megatron_lite.data.curriculum import Curriculum
 from megatron_lite.data.loader import Loader
 from megatron_lite.data.megatron_order import samples_asked
+from megatron_lite.data.mix import Mix
 from megatron_lite.data.row import Dataset
 from megatron_lite.data.stage_dir import open_access
 from megatron_lite.mesh.agreement import agree
@@ -35,7 +36,7 @@ class Data:
         decode: from ids to text, where the run has a tokenizer.
         facts: what decides about samples besides files and flags (the tokenizer's fingerprint and end-of-document id, the
             stages of a curriculum, the source of a transform), stored in checkpoints.
-        blend: the sources of the training data, where there are several; curriculum: of the training data.
+        mix: what training samples are drawn from (None: made up); curriculum: of the training data.
     """
 
     train: Loader
@@ -44,7 +45,7 @@ class Data:
     summary: list[str]
     decode: Callable[[Sequence[int]], str] | None
     facts: dict[str, Any]
-    blend: BlendedDataset | None = None
+    mix: Mix | None = None
     curriculum: Curriculum | None = None
 
     def close(self) -> None:
@@ -188,6 +189,6 @@ def open_data(
             "tokenizer": {"fingerprint": tokenizer.fingerprint if tokenizer else None, "eod_id": found.eod_id},
             **found.facts,
         },
-        blend=found.blend,
+        mix=found.mix,
         curriculum=found.curriculum,
     )

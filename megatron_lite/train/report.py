@@ -100,7 +100,7 @@ class Reporter:
         Args:
             samples: of the global batch.
             row_length: tokens that may see each other: the sequence length, or what a curriculum makes of it.
-            sources: of a blend, tells what the first n samples were drawn from.
+            sources: tells what the first n samples were drawn from.
         """
         if not self.enabled:
             return
@@ -129,7 +129,8 @@ class Reporter:
         }
         due = progress.step % self.config.logging.log_interval == 0
         if sources is not None and (due or progress.step == self.console.last_step):
-            record["source_samples"] = sources(progress.consumed_samples)
+            counts = sources(progress.consumed_samples)
+            record.update({"source_samples": counts} if len(counts) > 1 else {})
         self._write(record, self._board_record(record) if due else None)
         self.console.step(record)
 
@@ -176,7 +177,9 @@ class Reporter:
         self._list([f"{value:.4f} {name}" for name, value in found.by_source.items()])
 
     def sources(self, progress: Progress, samples: dict[str, int]) -> None:
-        """Say how many samples of each source were consumed."""
+        """Say how many samples of each source were consumed, where there are several."""
+        if len(samples) < 2:
+            return
         self.say(f"step {progress.step}: {progress.consumed_samples:,} samples consumed, of these")
         self._list([f"{n:,} {name}" for name, n in samples.items()])
 

@@ -26,31 +26,13 @@ from megatron_lite.checkpoint.save import save_checkpoint
 from megatron_lite.checkpoint.together import everyone
 from megatron_lite.config.load import to_dict
 from megatron_lite.config.schema import RunConfig
+from megatron_lite.data.mix import Mix
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.optim.scaler import LossScaler
 from megatron_lite.optim.schedule import Rates, on_resume
 from megatron_lite.train.assemble import Assembly
+from megatron_lite.train.other_data import data_notes
 from megatron_lite.train.progress import Progress
-
-# Settings that decide which samples come next, and what a sample is.
-POSITION = (
-    ("training", ("seed", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule")),
-    (
-        "data",
-        (
-            "seq_length",
-            "data_path",
-            "train_data_path",
-            "split",
-            "blend_temperature",
-            "mock_data",
-            "sample_order",
-            "packing",
-            "document_mask",
-            "eod_mask_loss",
-        ),
-    ),
-)
 
 # Options of a model that may change between two starts: they decide how it is trained, or every size tells of them.
 FREE = {
@@ -158,6 +140,7 @@ def load(
     *,
     again: bool = False,
     facts: Mapping[str, Any] | None = None,
+    mix: Mix | None = None,
 ) -> tuple[Progress, Rates, Found]:
     """Load a checkpoint into this rank's objects. Collective.
 
@@ -169,6 +152,7 @@ def load(
         say: takes a line for the user.
         again: this run wrote it and goes back to it, whole, whatever the options of the first load say.
         facts: what this run knows of its tokenizer, its curriculum and its transform, to be compared.
+        mix: gets what the checkpoint's run had consumed of each source.
 
     Returns:
         The counters and the schedules to go on with, and the checkpoint that was loaded.
@@ -198,8 +182,10 @@ def load(
         say("--finetune: weights only; steps, data and schedules start afresh")
         return Progress(), rates, found
     progress = Progress.from_state(state["progress"])
+    if mix is not None:
+        mix.go_on(progress.consumed_samples, state.get("mix", {}).get("consumed"))
     if not again:
-        for line in _differences(state, config, facts):
+        for line in data_notes(state, to_dict(config), facts, mix):
             say(line)
     if not moments:
         say(
@@ -264,35 +250,6 @@ def _other_function(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
         for name in theirs
         if name in ours and theirs[name] != ours[name]
     ]
-
-
-def _differences(state: Mapping[str, Any], config: RunConfig[Any], facts: Mapping[str, Any] | None) -> list[str]:
-    """Lines about settings that change which samples come next, or what their ids mean."""
-    before, now = state["config"], to_dict(config)
-    lines = []
-    differs = [
-        f"{name} {before[section][name]} in the checkpoint, {now[section][name]} now"
-        for section, names in POSITION
-        for name in names
-        if name in before.get(section, {}) and before[section][name] != now[section][name]
-    ]
-    if differs:
-        lines.append(
-            f"NOTE: the data are not those of the checkpoint ({'; '.join(differs)}); the run goes on at sample "
-            f"{state['progress']['consumed_samples']:,} of these"
-        )
-    for name in ("curriculum", "transform"):
-        if facts is not None and state.get(name) != facts.get(name):
-            lines.append(f"NOTE: the {name} is not that of the checkpoint; samples from here on are those of this run's")
-    theirs, ours = state.get("tokenizer") or {}, (facts or {}).get("tokenizer") or {}
-    changed = [
-        f"{key} {theirs[key]} in the checkpoint, {ours[key]} now"
-        for key in theirs
-        if ours.get(key) is not None and theirs[key] is not None and theirs[key] != ours[key]
-    ]
-    if changed:
-        lines.append(f"NOTE: the tokenizer is not that of the checkpoint: {'; '.join(changed)}")
-    return lines
 
 
 # ---- saving

@@ -83,8 +83,8 @@ class Training:
         try:
             code = self._evaluate_only() if self.config.evaluation.skip_train else self._train()
             self.profiler.close()
-            if self.data.blend is not None and not self.config.evaluation.skip_train:
-                self.reporter.sources(self.progress, self.data.blend.consumed(self.progress.consumed_samples))
+            if self.data.mix is not None and not self.config.evaluation.skip_train:
+                self.reporter.sources(self.progress, self.data.mix.consumed(self.progress.consumed_samples))
         finally:
             gc.enable()
             gc.unfreeze()
@@ -164,7 +164,7 @@ class Training:
             learning_rate=rates[""],
             loss_scale=scale,
             extra=self._extra_numbers(),
-            sources=None if self.data.blend is None else self.data.blend.consumed,
+            sources=None if self.data.mix is None else self.data.mix.consumed,
         )
         why = self.scaler.update(not report.skipped)
         if report.skipped and self._not_finite(report, batches, scale, why):
@@ -282,7 +282,7 @@ class Training:
         return found.stop
 
     def _save(self, *, final: bool) -> None:
-        step = self.progress.step
+        step, mix = self.progress.step, self.data.mix
         self.guard.beat(f"saving step {step}")
         began = time.perf_counter()
         directory = resume.save(
@@ -292,7 +292,7 @@ class Training:
             self.rates,
             self.scaler,
             final=final,
-            extra=self.data.facts,
+            extra={**self.data.facts, **({} if mix is None else {"mix": mix.state(self.progress.consumed_samples)})},
             beat=lambda: self.guard.beat(f"saving step {step}"),
         )
         self._last_save_time, self._last_saved = time.monotonic(), step
@@ -333,7 +333,7 @@ class Training:
         try:
             found = resume.newest_together(self._roll_back_to, self.mesh)
             self.progress, self.rates, found = resume.load(
-                self.assembly, self.config, found, self.rates, self.scaler, self.reporter.say, again=True
+                self.assembly, self.config, found, self.rates, self.scaler, self.reporter.say, again=True, mix=self.data.mix
             )
         except ValueError as error:
             raise NonFiniteError(f"{where}; no rollback: {error}") from None

@@ -188,7 +188,7 @@ def test_keys_of_records_are_used(good: list[str], tmp_path: Path, capsys: pytes
     assert run(["--config", config, "--input", data, "--output", str(tmp_path / "o"), "--json", str(tmp_path / "r.json")]) == DONE
     assert lines_of(tmp_path / "o")[0] == {"body": " a", "kind": "x", "lang": "zh-CN", "text": 3}
     sources = json.loads((tmp_path / "r.json").read_text())["sources"]
-    assert {source: flow["documents_in"] for source, flow in sources.items()} == {"x": 1, "4": 1, "(no source)": 1}
+    assert {source: flow["documents_in"] for source, flow in sources.items()} == {"x": 1, "4": 1, data: 1}
     write(tmp_path / "k.yaml", "text_key: body\nsource_key: kinds\nsteps: [normalise]\n")
     capsys.readouterr()
     assert run(["--config", config, "--input", data, "--output", str(tmp_path / "p")]) == DONE

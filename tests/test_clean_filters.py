@@ -238,9 +238,9 @@ def test_bits_of_a_checkpoint(checkpoint: Path) -> None:
             step.apply([document])
             assert document.dropped == reason
         notes = step.take_notes()
-        assert notes is not None and sum(notes["en"]) == 3 and step.take_notes() is None
+        assert notes is not None and sum(notes["en"].values()) == 3 and step.take_notes() is None
         both = Perplexity.merge_notes(None, notes, {"zh": notes["en"]})
-        assert sorted(both) == ["en", "zh"] and sum(both["en"]) == 3
+        assert sorted(both) == ["en", "zh"] and sum(both["en"].values()) == 3
         (title,) = [t for t in Perplexity.facts(None, both).histograms if "zh" in t]
         assert title == "bits per byte, zh"
     finally:
@@ -275,6 +275,20 @@ def test_kenlm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     step.apply(docs)
     assert [d.dropped for d in docs] == [None, "too few bits per byte", None, None]  # 13/18, 7/40, 7/6, no band
     assert step.counts == {"documents in a language without a band": 1}
+
+
+def test_quantiles_of_bits_per_byte_by_brute_force() -> None:
+    """Where all documents fall into one bar of the histogram, the quantiles still tell where a band can be."""
+    rng = random.Random(4)
+    scores = sorted(rng.gauss(1.05, 0.02) for _ in range(301))
+    notes: dict[str, dict[str, int]] = {}
+    for score in scores:
+        notes = Perplexity.merge_notes(None, json.loads(json.dumps(notes)), {"en": {str(int(score * 100)): 1}, "zh": {"3000": 1}})
+    facts = Perplexity.facts(None, notes)
+    for percent in (5, 25, 50, 75, 95):
+        exact = scores[math.ceil(percent / 100 * len(scores)) - 1]
+        assert exact <= facts.numbers[f"bits per byte, en: {percent}% of the documents have at most"] <= exact + 0.01
+    assert sum(facts.histograms["bits per byte, en"].values()) == 301 and facts.histograms["bits per byte, zh"] == {"30.0": 301}
 
 
 def test_perplexity_problems(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations, product
@@ -69,6 +70,9 @@ def test_dropped_documents_have_reason_and_step_in_the_order_of_the_corpus(corpu
             if record["step"] == step["step"]:
                 reasons[record["dropped"]] = reasons.get(record["dropped"], 0) + 1
         assert reasons == step["reasons"]
+        for crossed in (step["reasons_by_source"], step["reasons_by_language"]):
+            assert sum(map(Counter, crossed.values()), Counter()) == reasons
+        assert set(step["reasons_by_source"]) <= set(step["sources"])
     assert sum(sum(step["reasons"].values()) for step in report["steps"]) == len(dropped)
     places = {json.dumps([r["id"], r["meta"]]): n for n, r in enumerate(records(corpus))}
     assert len(places) < len(records(corpus))  # ids begin anew in each file

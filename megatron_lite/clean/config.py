@@ -52,7 +52,7 @@ class Keys:
     text_key: str = "text"
     """Field that holds the text."""
     source_key: str = ""
-    """Field (text) by which the report tells sources apart; empty: each input file is a source."""
+    """Field (text or number) by which the report tells sources apart; of records without it the file is the source."""
     language_key: str = ""
     """Field of the language's ISO 639-1 code: read where the record has it, written where a step found it; empty: none."""
 

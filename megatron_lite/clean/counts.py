@@ -71,6 +71,7 @@ class StepCounts:
     Attributes:
         flows: source -> in and out.
         reasons: reason -> documents dropped.
+        by_source, by_language: source, or code ("unknown" where there is none) -> the same of its documents.
         done: what else it did -> how often.
         lengths_in: bin -> documents that came in; bin b holds texts of 2**(b-1) to 2**b - 1 characters.
         lengths_dropped: the same of those dropped.
@@ -80,6 +81,8 @@ class StepCounts:
 
     flows: dict[str, Flow] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
+    by_source: dict[str, Counter[str]] = field(default_factory=dict)
+    by_language: dict[str, Counter[str]] = field(default_factory=dict)
     done: Counter[str] = field(default_factory=Counter)
     lengths_in: Counter[int] = field(default_factory=Counter)
     lengths_dropped: Counter[int] = field(default_factory=Counter)
@@ -92,6 +95,8 @@ class StepCounts:
         return cls(
             {source: Flow(**flow) for source, flow in data["flows"].items()},
             Counter(data["reasons"]),
+            {source: Counter(reasons) for source, reasons in data["by_source"].items()},
+            {code: Counter(reasons) for code, reasons in data["by_language"].items()},
             Counter(data["done"]),
             _bins(data["lengths_in"]),
             _bins(data["lengths_dropped"]),
@@ -121,6 +126,8 @@ class StepCounts:
                 kept.append(document)
             else:
                 self.reasons[document.dropped] += 1
+                self.by_source.setdefault(document.source, Counter())[document.dropped] += 1
+                self.by_language.setdefault(document.language or "unknown", Counter())[document.dropped] += 1
                 self.lengths_dropped[len(document.text).bit_length()] += 1
                 self.samples.append(Sample.of(document, step))
                 dropped.append(document)
@@ -132,6 +139,9 @@ class StepCounts:
         for source, flow in other.flows.items():
             self.flows.setdefault(source, Flow()).add(flow)
         self.reasons.update(other.reasons)
+        for mine, others in ((self.by_source, other.by_source), (self.by_language, other.by_language)):
+            for name, reasons in others.items():
+                mine.setdefault(name, Counter()).update(reasons)
         self.done.update(other.done)
         self.lengths_in.update(other.lengths_in)
         self.lengths_dropped.update(other.lengths_dropped)

@@ -17,7 +17,7 @@ import orjson
 
 from megatron_lite.clean.config import Keys
 from megatron_lite.clean.json_line import with_fields
-from megatron_lite.clean.step import LINE_BITS, NO_SOURCE, Document
+from megatron_lite.clean.step import LINE_BITS, Document
 from megatron_lite.text.inputs import Block, Lines
 from megatron_lite.text.records import BadInput, BadRecord, numbered_lines, parse_object, refusal, text_of
 
@@ -53,7 +53,7 @@ def read_block(file: int, block: Block, base: int, keys: Keys, skip_bad: bool) -
             found.bad[record.reason] += 1
             continue
         text = record[keys.text_key]
-        source = _source(record, keys.source_key) if keys.source_key else block.file
+        source = _source(record, keys.source_key, block.file)
         found.read[source] += 1
         if not text or text.isspace():
             found.empty += 1
@@ -95,12 +95,12 @@ def _record(line: bytes, text_key: str) -> tuple[bytes, dict[str, Any]]:
     return line, record
 
 
-def _source(record: dict[str, Any], key: str) -> str:
-    """The text or number of a record under ``source_key``."""
-    value = record.get(key)
+def _source(record: dict[str, Any], key: str, file: str) -> str:
+    """The text or number of a record under ``source_key``; the file's name where there is none."""
+    value = record.get(key) if key else None
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")  # without lone surrogates
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else NO_SOURCE
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else file
 
 
 def _language(record: dict[str, Any], keys: Keys) -> str | None:

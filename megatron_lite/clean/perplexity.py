@@ -4,7 +4,7 @@ The measure is bits per byte of UTF-8, not perplexity per token: its bounds mean
 band for each language. From below, since text that a model foretells is boilerplate and repetition; "perplexity below
 100", without a language, a tokenizer or a lower bound, keeps that and drops good text (2^(bits per byte * bytes per token)
 is the perplexity per token). English prose has about 0.8 to 1.3 bits per byte for a good model, 2 and more for a small one:
-score a sample first (the report's histogram) and place the band by it.
+score a sample first and place the band by the report's quantiles and histogram.
 
 Scorers: a KenLM file (Heafield 2011), whose package is installed by hand, over words, or over the pieces of a SentencePiece
 model as CCNet does (Wenzek et al. 2019, arXiv:1911.00359); or a small model that this project has trained.
@@ -17,6 +17,7 @@ import importlib.util
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +28,11 @@ from megatron_lite.clean.step import Document, Facts, LocalStep
 CHECKPOINT = "checkpoint:"
 ANY = "any"
 _WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
-_BIN = 0.25  # bits per byte, of the histogram
-_BINS = 40
+_FINE = 100  # bins that are counted, for each bit per byte
+_SHOWN = 10  # of them in a bin of the histogram
+_QUANTILES = (5, 25, 50, 75, 95)  # percent
+
+Bins = dict[str, int]  # number of a fine bin (a text, as JSON has it) -> documents
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class PerplexityOptions:
     the name of a KenLM file stands for the code of each language of ``bands``."""
     bands: dict[str, list[float]] = field(default_factory=dict)
     """Least and largest bits per byte of a language, as in ``en: [0.6, 1.6]``; the language ``any`` is all others. Documents
-    of a language without a band pass and are counted. Empty: nothing is dropped, the report shows the histogram."""
+    of a language without a band pass and are counted. Empty: nothing is dropped, the report shows quantiles and a histogram."""
     sentencepiece: str = ""
     """SentencePiece model whose pieces the KenLM file was made from, ``{language}`` as above; empty: words between spaces,
     Chinese and Japanese by character."""
@@ -58,7 +62,7 @@ class Perplexity(LocalStep):
         super().__init__(options)
         self.bands = {code: (float(low), float(high)) for code, (low, high) in options.bands.items()}
         self.scorers = _scorers(options, self.bands)
-        self.bins: dict[str, list[int]] = {}
+        self.bins: dict[str, Counter[str]] = {}
 
     def apply(self, documents: Sequence[Document]) -> None:
         """Drop what is outside of its band."""
@@ -71,35 +75,36 @@ class Perplexity(LocalStep):
                 continue
             text = document.text[: self.options.first_characters]
             score = scorer(text) / len(text.encode("utf-8"))
-            bins = self.bins.setdefault(document.language or "unknown", [0] * _BINS)
-            bins[min(int(score / _BIN), _BINS - 1)] += 1
+            self.bins.setdefault(document.language or "unknown", Counter())[str(int(score * _FINE))] += 1
             if score < band[0]:
                 document.dropped = "too few bits per byte"
             elif score > band[1]:
                 document.dropped = "too many bits per byte"
 
-    def take_notes(self) -> dict[str, list[int]] | None:
-        """Documents of each language in each bin of bits per byte."""
+    def take_notes(self) -> dict[str, Bins] | None:
+        """Documents of each language in each fine bin of bits per byte."""
         bins, self.bins = self.bins, {}
-        return bins or None
+        return {code: dict(found) for code, found in bins.items()} or None
 
     @staticmethod
-    def merge_notes(options: Any, left: dict[str, list[int]], right: dict[str, list[int]]) -> dict[str, list[int]]:
+    def merge_notes(options: Any, left: dict[str, Bins], right: dict[str, Bins]) -> dict[str, Bins]:
         """Sums."""
-        none = [0] * _BINS
-        return {
-            code: [a + b for a, b in zip(left.get(code, none), right.get(code, none), strict=True)]
-            for code in sorted({*left, *right})
-        }
+        sums = {code: Counter(left.get(code, {})) + Counter(right.get(code, {})) for code in sorted({*left, *right})}
+        return {code: {n: bins[n] for n in sorted(bins, key=int)} for code, bins in sums.items()}
 
     @staticmethod
-    def facts(options: Any, notes: dict[str, list[int]] | None) -> Facts:
-        """Histograms of bits per byte."""
+    def facts(options: Any, notes: dict[str, Bins] | None) -> Facts:
+        """Quantiles and histograms of bits per byte."""
         facts = Facts()
-        for code, bins in (notes or {}).items():
-            used = [n for n, count in enumerate(bins) if count]
+        for code, bins in sorted((notes or {}).items()):
+            counts = Counter({int(n): documents for n, documents in bins.items()})
+            for percent in _QUANTILES:
+                facts.numbers[f"bits per byte, {code}: {percent}% of the documents have at most"] = _quantile(counts, percent)
+            shown: Counter[int] = Counter()
+            for n, documents in counts.items():
+                shown[n // _SHOWN] += documents
             facts.histograms[f"bits per byte, {code}"] = {
-                f"{n * _BIN:.2f}" + (" and more" if n == _BINS - 1 else ""): bins[n] for n in range(used[0], used[-1] + 1)
+                f"{n * _SHOWN / _FINE:.1f}": shown[n] for n in range(min(shown), max(shown) + 1)
             }
         return facts
 
@@ -131,6 +136,16 @@ class Perplexity(LocalStep):
             return []
         names = [options.scorer, *([options.sentencepiece] if options.sentencepiece else [])]
         return sorted({name.replace("{language}", code) for name in names for code in options.bands or [ANY]})
+
+
+def _quantile(counts: Counter[int], percent: int) -> float:
+    """Bits per byte, to a fine bin, that so many of a hundred documents have at most."""
+    wanted, below, n = percent * counts.total(), 0, 0
+    for n in sorted(counts):
+        below += counts[n]
+        if 100 * below >= wanted:
+            break
+    return (n + 1) / _FINE
 
 
 def _checkpoint_problem(directory: str) -> str:

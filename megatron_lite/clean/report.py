@@ -14,7 +14,7 @@ from typing import Any
 from megatron_lite.clean.config import Pipeline, StepConfig
 from megatron_lite.clean.counts import Flow, Sample, StageCounts, StepCounts
 from megatron_lite.clean.saved import pipeline_warnings
-from megatron_lite.clean.step import NO_SOURCE, Facts, place_of
+from megatron_lite.clean.step import Facts, place_of
 from megatron_lite.config.values import plain
 
 
@@ -38,8 +38,8 @@ def report_data(pipeline: Pipeline, inputs: Sequence[str], counts: StageCounts) 
     }
     total = {name: sum(flow[name] for flow in sources.values()) for name in _FLOW}
     found = pipeline_warnings(pipeline) + ([] if total["documents_out"] else ["no document is left"])
-    if set(counts.read) == {NO_SOURCE}:
-        found.append(f"no record has a text or number in the field {pipeline.keys.source_key!r} (source_key): sources are not told apart")
+    if pipeline.keys.source_key and set(counts.read) <= set(inputs):
+        found.append(f"no record has a text or number in the field {pipeline.keys.source_key!r} (source_key): files are the sources")
     return {
         "format": "megatron-lite cleaning report",
         "version": 1,
@@ -81,6 +81,8 @@ def _step(
         "total": _rates(total),
         "sources": {source: _rates(plain(flow)) for source, flow in sorted(counts.flows.items())},
         "reasons": _by_count(counts.reasons),
+        "reasons_by_source": {source: _by_count(reasons) for source, reasons in sorted(counts.by_source.items())},
+        "reasons_by_language": {code: _by_count(reasons) for code, reasons in sorted(counts.by_language.items())},
         "done": dict(sorted(done.items())),
         "facts": facts.numbers,
         "histograms": facts.histograms,

@@ -65,6 +65,9 @@ def _step(step: Mapping[str, Any]) -> list[str]:
     parts += [f'<p class="warning">{escape(warning)}</p>' for warning in step["warnings"]]
     if step["reasons"]:
         parts.append(_table(("dropped because", "documents"), list(step["reasons"].items())))
+        for what in ("source", "language"):
+            rows = [(name, why, n) for name, reasons in step[f"reasons_by_{what}"].items() for why, n in reasons.items()]
+            parts.append(_folded(f"why, by {what}", _table((what, "dropped because", "documents"), rows)))
     if step["done"]:
         parts.append(_table(("what else it did", "times"), list(step["done"].items())))
     if step["facts"]:

@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 LINE_BITS = 40  # of a document's number; the rest is the input file's
-NO_SOURCE = "(no source)"  # of a record without a text or number in ``source_key``
 
 
 def place_of(number: int) -> tuple[int, int]:
@@ -46,7 +45,7 @@ class Document:
     Attributes:
         text: what the steps look at and change.
         number: its place in the corpus: ``file << LINE_BITS | line``, whatever part reads it.
-        source: name under which the report counts it (the record's field ``source_key``, else the file's name).
+        source: name under which the report counts it: the record's field ``source_key`` if that is a text or number, else the file's.
         record: its JSON object as it was read: with its text of then, and the other fields, which are carried through.
         line: the line of that object, which stands for the document as long as nothing changes; empty: there is none.
         language: ISO 639-1 code that the language step (or the record's field ``language_key``) gave it; None: unknown.

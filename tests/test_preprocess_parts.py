@@ -17,19 +17,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 
+from megatron_lite.clean import shards as clean_shards
+from megatron_lite.clean.shards import ShardWriter
 from megatron_lite.cli import preprocess as cli
 from megatron_lite.data.describe import verify
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.data.parts import merge
 from megatron_lite.text import run as engine
 from megatron_lite.text.encode import Counts
-from megatron_lite.text.inputs import InputOptions
+from megatron_lite.text.frames import index_path
+from megatron_lite.text.inputs import InputOptions, Lines, open_input
 from megatron_lite.text.journal import Journal
 from megatron_lite.text.preprocess import Options, preprocess
 from megatron_lite.text.progress import Progress
 from megatron_lite.text.records import BadInput
-from megatron_lite.text.shares import Place, after, parse_part, shares
+from megatron_lite.text.shares import Place, after, numbers_before, parse_part, shares
 from megatron_lite.text.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,6 +100,40 @@ def test_more_parts_than_documents(tmp_path: Path, capsys: pytest.CaptureFixture
     merge(parts, tmp_path / "merged_text_document")
     preprocess([some, none], str(tmp_path / "whole"), options())
     assert stored(tmp_path / "merged") == stored(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", ["", "no index", "of another file"])
+def test_shards_are_cut_inside_by_their_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `data clean` writes them; every part has documents, errors name the line of the file, and a run goes on from a frame."""
+    monkeypatch.setattr(clean_shards, "FRAME_BYTES", 3000)
+    (tmp_path / "in").mkdir()
+    with ShardWriter(tmp_path / "in", 1 << 16) as writer:
+        writer.add(lines(tmp_path / "lines", 1200).read_bytes() + b"\n")
+    files = sorted((tmp_path / "in").glob("*.zst"))
+    assert len(files) == 2
+    for path in files:
+        if damage == "no index":
+            index_path(path).unlink()
+        elif damage:
+            text = b"".join(b.data for b in open_input(path, InputOptions()) if isinstance(b, Lines))
+            path.write_bytes(zstandard.compress(text))
+    preprocess(files, str(tmp_path / "whole"), options())
+    counts = [preprocess(files, str(tmp_path / f"p{i}"), options(), part=(i, 7), workers=1 + i % 2) for i in range(7)]
+    empty = [i for i, c in enumerate(counts) if not c.documents]
+    assert len(empty) == (5 if damage else 0)
+    assert capsys.readouterr().out.count("holds no input: packed files") == len(empty)
+    merge([tmp_path / f"p{i}_text_document" for i in range(7)], tmp_path / "merged_text_document")
+    assert stored(tmp_path / "merged") == stored(tmp_path / "whole")
+    if damage:
+        return
+    share = shares(files, InputOptions(), (3, 7))[0]
+    read = [b for b in open_input(share.path, InputOptions(), share.start, share.stop) if isinstance(b, Lines)]
+    everything = b"".join(b.data for b in open_input(share.path, InputOptions()) if isinstance(b, Lines))
+    assert share.start > 3000 and read[0].first == everything[: read[0].offset].count(b"\n") + 1
+    assert everything[read[0].offset :].startswith(read[0].data)
+    assert numbers_before(share, InputOptions()) == 0
 
 
 def test_documents_that_are_no_lines_are_parted_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,20 +16,19 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import zstandard
 
+from megatron_lite.text.frames import INDEX, index_path, read_index
 from megatron_lite.text.records import count_lines
 
 FRAME_BYTES = 1_000_000  # of text
 _LEVEL = 1  # of zstd: 7% larger than its default, and not half the work, which was most of that of writing
 SHARD_BYTES = 128_000_000  # of text
 UNCUT = 1 << 62  # bytes of text in a shard, where all lines are to be in one
-INDEX = ".index"  # directory of the indices: hidden, so that a directory of shards holds nothing but text
-LIST = "shards.json"  # in it: the shards and their lines
+LIST = "shards.json"  # in the directory of the indices: the shards and their lines
 _AHEAD = 8  # frames that may wait for their compression
 
 
@@ -38,29 +37,9 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.jsonl.zst"
 
 
-def index_path(path: Path) -> Path:
-    """Where the index of a file of frames is."""
-    return path.parent / INDEX / f"{path.name}.json"
-
-
 def _compress(pieces: list[memoryview]) -> bytes:
     data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(data)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One zstd frame.
-
-    Attributes:
-        offset: of its first byte in the file.
-        line: number of its first line in the file, from 0.
-        start: of its text in the text of the file, bytes.
-    """
-
-    offset: int
-    line: int
-    start: int
 
 
 class FrameFile:
@@ -199,14 +178,8 @@ class FrameReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            index = json.loads(index_path(path).read_bytes())
-            self.lines, self.bytes = int(index["lines"]), int(index["bytes"])
-            self.frames = [Frame(*frame) for frame in index["frames"]]
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{path}: its index {index_path(path)} is missing") from None
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{index_path(path)}: not the index of a shard") from None
+        index = read_index(path)
+        self.lines, self.bytes, self.frames = index.lines, index.bytes, index.frames
 
     def read_frames(self, first: int = 0) -> Iterator[bytes]:
         """The text of the frames from the ``first`` on: whole lines.

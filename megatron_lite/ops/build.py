@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +178,7 @@ def build(
     only: Sequence[str] = ("cpu", "index", "cuda"),
     architectures: Sequence[str] = DEFAULT_ARCHITECTURES,
     environment: Mapping[str, str] = os.environ,
-    say: Callable[[str], None] = partial(print, flush=True),
+    say: Callable[[str], None] = print,
 ) -> tuple[Path | None, dict[str, str]]:
     """Build the libraries into a directory of their own under ``root``; ``say`` prints a line as each is begun.
 
@@ -298,8 +297,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cuda-architectures", default=",".join(DEFAULT_ARCHITECTURES), help="for instance 80,90")
     args = parser.parse_args(argv)
     began = time.monotonic()
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
     architectures = [a.strip() for a in args.cuda_architectures.split(",") if a.strip()]
-    where, outcome = build(args.output or default_root(), force=args.force, architectures=architectures)
+    where, outcome = build(args.output or default_root(), force=args.force, architectures=architectures, say=say)
     if where is not None and where.parent == PACKAGE / "_compiled":
         remove_outdated(where.parent, where)
     for name, text in outcome.items():

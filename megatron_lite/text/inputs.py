@@ -155,17 +155,21 @@ def lines_before(path: str | Path, options: InputOptions, start: int) -> int:
 def extent(path: str | Path, options: InputOptions) -> int | None:
     """The end of the range that ``start`` and ``stop`` of :func:`open_input` divide, where a part can be read by itself.
 
-    Bytes of JSON lines that are not packed, rows of a Parquet file; None: whoever wants a part reads what is before it.
+    Unpacked bytes of JSON lines that are not packed or are shards with their index (:mod:`.frames`), rows of a Parquet file;
+    None: whoever wants a part reads what is before it.
     """
     from megatron_lite.text import inputs_bytes, inputs_texts
 
     name = name_of(path)
     if name is not None and name.kind == PARQUET:
         return inputs_texts.parquet_rows(str(path))
-    is_plain = name is not None and name.kind in LINES and not name.packing and str(path) != STANDARD_INPUT
-    if not is_plain or inputs_bytes.is_wide(inputs_bytes.check_encoding(options.encoding)):
+    is_lines = name is not None and name.kind in LINES and str(path) != STANDARD_INPUT
+    if name is None or not is_lines or inputs_bytes.is_wide(inputs_bytes.check_encoding(options.encoding)):
         return None
-    return os.path.getsize(path)
+    if not name.packing:
+        return os.path.getsize(path)
+    index = inputs_bytes.indexed(str(path), name)
+    return None if index is None else index.bytes
 
 
 def expand_inputs(arguments: Sequence[str], flag: str = "--input") -> list[Path]:

@@ -19,11 +19,14 @@ import re
 import sys
 import tarfile
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import IO, Any, Protocol
 
-from megatron_lite.config.text_files import STANDARD_INPUT, TAR, Name
+from megatron_lite.config.text_files import LINES, STANDARD_INPUT, TAR, Name
+from megatron_lite.text.frames import FrameIndex, fitting_index, zstandard_package
 from megatron_lite.text.inputs import InputOptions, Lines
 from megatron_lite.text.records import BYTE_ORDER_MARK, BadInput, count_lines, excerpt
 
@@ -96,10 +99,7 @@ def unpacked(file: Readable, packing: str, size: int) -> Iterator[bytes]:
 
 
 def _zstd_frames(file: Readable) -> Iterator[bytes]:
-    try:
-        import zstandard
-    except ImportError:
-        raise ValueError("reading .zst needs a package that is not installed: pip install zstandard") from None
+    zstandard = zstandard_package()
     unpacker = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     frame, size = None, _ZSTD_LEAST
     while packed := file.read(1 << 18):
@@ -174,16 +174,16 @@ def line_blocks(path: str, name: Name, options: InputOptions, start: int, stop: 
         file = open_file(path)
         if path != STANDARD_INPUT:
             stack.enter_context(file)
-        offset, line = 0, 1
-        if start > 0 and name.kind != TAR and not name.packing and not is_wide(encoding) and file.seekable():
-            offset, line = start - 1, 0  # whether a line begins at `start`, the byte before it says
-            file.seek(offset)
-        counted = CountedFile(file, offset)
-        if not offset:
+        offset, line, place = 0, 1, 0
+        if start > 0 and name.kind != TAR and not is_wide(encoding) and file.seekable():
+            offset, line, place = _nearest(path, name, start)
+            file.seek(place)
+        counted = CountedFile(file, place)
+        if not place:
             refuse_other_content(shown, counted.head(), name.packing)
         try:
-            for where, pieces in _streams(shown, counted, name, encoding, options.block_bytes):
-                line = min(line, 1)
+            for member, (where, pieces) in enumerate(_streams(shown, counted, name, encoding, options.block_bytes)):
+                line = 1 if member else line
                 for data in whole_lines(pieces, options.block_bytes):
                     if line == 1:
                         _refuse_array(where, data)
@@ -197,7 +197,25 @@ def line_blocks(path: str, name: Name, options: InputOptions, start: int, stop: 
                     if stop is not None and offset >= stop:
                         return
         except DAMAGE as error:
-            raise BadInput(f"{shown}: damaged, cut off or unreadable in line {max(line, 1)} or later ({error})") from None
+            raise BadInput(
+                f"{shown}: damaged, cut off or unreadable in line {max(line, 1)} or later ({error})"
+            ) from None
+
+
+def indexed(path: str, name: Name) -> FrameIndex | None:
+    """The index of a packed file of JSON lines that can be read from its middle."""
+    return fitting_index(Path(path)) if name.packing == ".zst" and name.kind in LINES else None
+
+
+def _nearest(path: str, name: Name, start: int) -> tuple[int, int, int]:
+    """Where to read from, to have the lines from an unpacked byte on: the unpacked byte, number of its line, byte in the file."""
+    if not name.packing:
+        return start - 1, 0, start - 1  # whether a line begins at `start`, the byte before it says
+    index = indexed(path, name)
+    if index is None:
+        return 0, 1, 0
+    frame = index.frames[bisect_right(index.frames, start, key=lambda frame: frame.start) - 1]
+    return frame.start, frame.line + 1, frame.offset
 
 
 class CountedFile:

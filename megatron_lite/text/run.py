@@ -123,6 +123,11 @@ def run_job(
         OSError: the output cannot be written; none is left.
     """
     whole, files = shares(inputs, job.reading, part), _files(inputs)
+    if part is not None and not whole:
+        say(
+            f"note: part {part[0]}/{part[1]} holds no input: packed files are cut only where an index is beside them, as `data clean` "
+            "writes it (a smaller --shard-size makes more files)"
+        )
     identity = {"inputs": files, "part": part and list(part), **job.identity}
     journal = Journal(prefix, identity, keep=resume)
     finished = journal.find() if resume else None
@@ -231,7 +236,7 @@ def _taken(whole: Sequence[Share], share: Share, block: Block) -> int:
     """Bytes on the disk that have been read when a block has been."""
     before = sum(s.size for s in whole if s.file < share.file)
     own = next(s for s in whole if s.file == share.file)
-    begin = own.start if isinstance(block, Lines) else 0
+    begin = own.begin if isinstance(block, Lines) else 0
     return before + min(own.size, max(0, block.taken - begin))
 
 

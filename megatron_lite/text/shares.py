@@ -13,20 +13,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_lite.text.inputs import STANDARD_INPUT, Block, InputOptions, Lines, extent, lines_before, open_input
+from megatron_lite.text.inputs import (
+    STANDARD_INPUT,
+    Block,
+    InputOptions,
+    Lines,
+    extent,
+    lines_before,
+    name_of,
+    open_input,
+)
 
 Part = tuple[int, int]  # (i, n): the i-th of n, from 0
 
 
 @dataclass(frozen=True)
 class Share:
-    """A piece of a file, in the units of :func:`megatron_lite.text.inputs.open_input`, and its bytes on the disk (about)."""
+    """A piece of a file, in the units of :func:`megatron_lite.text.inputs.open_input`.
+
+    On the disk it begins at byte ``begin`` (about) and has ``size`` bytes.
+    """
 
     file: int
     path: Path
     start: int = 0
     stop: int | None = None
     size: int = 0
+    begin: int = 0
 
 
 def parse_part(text: str) -> Part:
@@ -53,7 +66,7 @@ def shares(paths: Sequence[Path], options: InputOptions, part: Part | None = Non
         units = extent(path, options) if size and first < last and (first or last < size) else None
         if units is not None:
             cut = (first * units // size, last * units // size if last < size else None)
-            found.append(Share(i, path, *cut, last - first))
+            found.append(Share(i, path, *cut, last - first, first))
         elif size and low <= begin + size // 2 < high:
             found.append(Share(i, path, size=size))
         begin += size
@@ -83,8 +96,9 @@ def after(all_shares: Sequence[Share], place: Place) -> list[Share]:
 
 def numbers_before(share: Share, options: InputOptions) -> int:
     """What to add to the numbers of lines in a share, to have their numbers in the file."""
-    if share.start == 0 or extent(share.path, options) is None:
-        return 0
+    name = name_of(share.path)
+    if share.start == 0 or name is None or name.packing or extent(share.path, options) is None:
+        return 0  # what is packed is read from a line whose number is known
     return lines_before(share.path, options, share.start)  # rows have their own numbers: 0 lines
 
 

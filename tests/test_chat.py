@@ -343,7 +343,9 @@ def test_records() -> None:
         ({"messages": [{"role": "user", "content": 3}]}, "neither a string nor an array"),
         ({"messages": [{"role": "user"}]}, "a message has no 'content'"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "a message has no 'content'"),
-        ({"conversations": [{"from": "martian", "value": "q"}]}, "'from' nobody known"),
+        ({"conversations": [{"from": "martian", "value": "q"}]}, "'from' 'martian'; known are human, user, gpt"),
+        ({"prompt": "q", "completion": "a", "history": [["q"]]}, "the value of 'history' is not an array of"),
+        ({"prompt": "q", "completion": "a", "history": "q"}, "the value of 'history' is not an array of"),
         ({"messages": [], "tools": "x"}, "'tools' is not an array"),
     ):  # fmt: skip
         with pytest.raises(BadRecord) as caught:

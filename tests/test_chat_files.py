@@ -90,6 +90,36 @@ def test_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert chat(capsys, source, tmp_path / "one", folder, "--overwrite")[0] == 0
 
 
+def test_forms_of_instruction_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Turns before, empty answers, roles that nobody knows, keys that are not read: kept, or counted by name."""
+    folder = tokenizer_with(model, tmp_path / "t", CHATML)
+    pair = {"instruction": "q", "input": "", "output": "a"}
+    talk = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "xyqa", strict=True)]
+    strange = {"messages": [{"role": "human", "content": "q"}, {"role": "bot", "content": "a"}]}
+    spoken = [{"from": "human", "value": "q", "id": 3}, {"from": "gpt", "value": "a"}]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    records = [
+        {**pair, "history": [["x", "y"]], "source": "s"},
+        {"messages": talk, "id": 1},
+        {**pair, "history": [], "id": 2},
+        {"conversations": spoken},
+        *({**pair, "output": text} for text in ("", " \n")),
+        {**pair, "history": [["x", ""]]},
+        {"messages": [*talk[:1], call]},
+        strange,
+        strange,
+    ]
+    code, out, err = chat(capsys, lines(tmp_path / "in.jsonl", records), tmp_path / "out", folder)
+    assert code == 0, err
+    tokens = IndexedDataset(tmp_path / "out")
+    assert tokens.document(0).tolist() == tokens.document(1).tolist() != tokens.document(2).tolist()
+    assert tokens.document(2).tolist() == tokens.document(3).tolist() and len(tokens) == 5
+    assert "3 dropped: with an empty answer" in out
+    assert "2 dropped: without an assistant's turn (roles bot, human; known are user, assistant, system, tool)" in out
+    assert "keys of records that are not read: id (2), source (1), conversations.id (1)\n" in out
+    assert " MB in " in out and "MB/s" not in out
+
+
 def test_bad_records(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tokenizer_with(model, tmp_path / "t", CHATML)
     good = {"prompt": "q", "completion": "a"}

@@ -42,6 +42,7 @@ SPEAKERS = {
     "system": "system",
     "tool": "tool",
 }
+_NAMES = ("role", "name")  # of a message, which say who speaks
 _REMEMBERED = 256  # characters; longer texts before a border are hardly seen again
 _SHOWN = 24  # characters on either side of a border in a message
 
@@ -53,15 +54,27 @@ class Conversation:
     Attributes:
         messages: objects with ``role`` and ``content``, and whatever else the template reads.
         tools: descriptions of tools, or None.
+        unread: keys of the record that say nothing here.
     """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def has_answer(self) -> bool:
         """Whether there is a turn of the assistant."""
         return any(m["role"] == ASSISTANT for m in self.messages)
+
+    @property
+    def has_empty_answer(self) -> bool:
+        """Whether a turn of the assistant says nothing at all, no call of a tool either."""
+        return any(m["role"] == ASSISTANT and not any(_says(v) for k, v in m.items() if k not in _NAMES) for m in self.messages)
+
+    @property
+    def unknown_roles(self) -> list[str]:
+        """Roles that are not among the known."""
+        return sorted({m["role"] for m in self.messages} - set(SPEAKERS.values()))
 
 
 @dataclass(frozen=True)
@@ -74,21 +87,27 @@ class Keys:
 
 def conversation_of(record: dict[str, Any], keys: Keys) -> Conversation:
     """The conversation of a record: ``messages``, ``conversations``, or a prompt and its answer. Raises BadRecord."""
-    if keys.prompt is None and keys.completion is None:
-        if "messages" in record:
-            messages = [_message(m) for m in _list(record, "messages")]
-        elif "conversations" in record:
-            messages = [_spoken(m) for m in _list(record, "conversations")]
-        else:
-            messages = _pair(record, keys)
+    listed = keys.prompt is None and keys.completion is None
+    if listed and "messages" in record:
+        messages, read = [_message(m) for m in _list(record, "messages")], {"messages"}
+    elif listed and "conversations" in record:
+        messages, read = [_spoken(m) for m in _list(record, "conversations")], {"conversations"}
     else:
-        messages = _pair(record, keys)
+        messages, read = _pair(record, keys)
     if record.get("system") is not None and messages and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": text_of(record, "system")}, *messages]
     tools = record.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise BadRecord("the value of 'tools' is not an array")
-    return Conversation(messages, tools or None)
+    unread = [key for key in record if key not in read and key not in ("system", "tools")]
+    if "conversations" in read:
+        inside = {key: None for message in record["conversations"] if "from" in message for key in message}
+        unread += [f"conversations.{key}" for key in inside if key not in ("from", "value")]
+    return Conversation(messages, tools or None, tuple(unread))
+
+
+def _says(value: Any) -> bool:
+    return bool(value.strip()) if isinstance(value, str) else bool(value)
 
 
 def _list(record: dict[str, Any], key: str) -> list[Any]:
@@ -104,7 +123,7 @@ def _message(message: Any) -> dict[str, Any]:
     content = message.get("content")
     if not (content is None or isinstance(content, (str, list))):
         raise BadRecord("the 'content' of a message is neither a string nor an array of parts")
-    if content is None and not any(value for key, value in message.items() if key not in ("role", "name")):
+    if content is None and not any(value for key, value in message.items() if key not in _NAMES):
         raise BadRecord("a message has no 'content'")  # templates would write the word None
     return message
 
@@ -114,17 +133,32 @@ def _spoken(message: Any) -> dict[str, Any]:
         return _message(message)
     role = SPEAKERS.get(message["from"]) if isinstance(message["from"], str) else None
     if role is None:
-        raise BadRecord("a message is 'from' nobody known", f" ({message['from']!r}; known: {', '.join(SPEAKERS)})")
+        raise BadRecord(f"a message is 'from' {str(message['from'])[:_SHOWN]!r}; known are {', '.join(SPEAKERS)}")
     return {"role": role, "content": text_of(message, "value")}
 
 
-def _pair(record: dict[str, Any], keys: Keys) -> list[dict[str, Any]]:
+def _pair(record: dict[str, Any], keys: Keys) -> tuple[list[dict[str, Any]], set[str]]:
+    """The messages, and the keys that they are from."""
     prompt_key = keys.prompt or _one_of(record, PROMPT_KEYS, "prompt")
     completion_key = keys.completion or _one_of(record, COMPLETION_KEYS, "completion")
     prompt, answer = text_of(record, prompt_key), text_of(record, completion_key)
-    if prompt_key == "instruction" and record.get("input"):
-        prompt = f"{prompt}\n\n{text_of(record, 'input')}"
-    return [{"role": "user", "content": prompt}, {"role": ASSISTANT, "content": answer}]
+    read = {prompt_key, completion_key, "history"}
+    if prompt_key == "instruction":
+        read.add("input")
+        prompt = f"{prompt}\n\n{text_of(record, 'input')}" if record.get("input") else prompt
+    turns = [*_history(record), (prompt, answer)]
+    pairs = [({"role": "user", "content": q}, {"role": ASSISTANT, "content": a}) for q, a in turns]
+    return [message for pair in pairs for message in pair], read
+
+
+def _history(record: dict[str, Any]) -> list[list[str]]:
+    """The turns before: pairs of a question and its answer."""
+    turns = record.get("history") or []
+    if not isinstance(turns, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns
+    ):
+        raise BadRecord("the value of 'history' is not an array of [question, answer] pairs of strings")
+    return turns
 
 
 def _one_of(record: dict[str, Any], names: Sequence[str], what: str) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 from megatron_lite.config.text_files import LINES, PACKINGS, TAR
 from megatron_lite.data.index_format import choose_dtype, mask_prefix
 from megatron_lite.data.index_writer import IndexedWriter, WriterState
-from megatron_lite.text.chat import ChatEncoder, Conversation, Example, Keys, conversation_of
+from megatron_lite.text.chat import SPEAKERS, ChatEncoder, Conversation, Example, Keys, conversation_of
 from megatron_lite.text.chat_template import CLOSE, OPEN, PLAIN, Rendered, Templates, load_templates
 from megatron_lite.text.encode import Column, Counts, Encoded, Failure, Stop, Work, encoder_in_worker, refuse
 from megatron_lite.text.inputs import Block, InputOptions, Lines, name_of, open_input
@@ -34,9 +34,10 @@ from megatron_lite.text.special_places import named_tokens
 from megatron_lite.text.tokenizer import Tokenizer
 from megatron_lite.text.tokenizer_fast import Encoder, FastDiffers, encoder_for
 
-NO_MESSAGES, NO_ANSWER, NOTHING, TOO_LONG = (
+NO_MESSAGES, NO_ANSWER, EMPTY_ANSWER, NOTHING, TOO_LONG = (
     "without messages",
     "without an assistant's turn",
+    "with an empty answer",
     "without a token that the loss counts",
     "longer than a row",
 )
@@ -100,8 +101,13 @@ def _examples(encoder: ChatEncoder, options: ChatOptions, lines: Lines, counts: 
         except BadRecord as why:
             refuse(options.skip_bad, counts, number, line, why)
             continue
-        if not conversation.has_answer:
-            counts.dropped[NO_ANSWER if conversation.messages else NO_MESSAGES] += 1
+        counts.unread.update(conversation.unread)
+        if not conversation.messages:
+            counts.dropped[NO_MESSAGES] += 1
+        elif not conversation.has_answer:
+            counts.dropped[NO_ANSWER + _roles(conversation.unknown_roles)] += 1
+        elif conversation.has_empty_answer:
+            counts.dropped[EMPTY_ANSWER] += 1
         else:
             found.append((number, line, conversation))
     examples: list[Example] = []
@@ -114,6 +120,12 @@ def _examples(encoder: ChatEncoder, options: ChatOptions, lines: Lines, counts: 
             examples.append(kept)
             counts.tools += unread
     return examples
+
+
+def _roles(unknown: Sequence[str]) -> str:
+    """What is added to a reason where the roles are why."""
+    shown = ", ".join(role[:24] for role in unknown[:3]) + (", ..." if len(unknown) > 3 else "")
+    return f" (roles {shown}; known are {', '.join(dict.fromkeys(SPEAKERS.values()))})" if unknown else ""
 
 
 def _encoded(encoder: ChatEncoder, found: Sequence[tuple[int, bytes, Conversation]]) -> list[Example | BadRecord]:
@@ -253,7 +265,7 @@ def holds_conversations(path: Path) -> bool:
 
 def summary(counts: Counts, options: ChatOptions, seconds: float | None = None) -> str:
     """What happened, for people."""
-    speed = "" if seconds is None else f" in {seconds:.1f} s ({counts.bytes / 1e6 / seconds:.1f} MB/s)"
+    speed = "" if seconds is None else f" from {counts.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
     lines = [
         f"{counts.documents:,} conversations, {counts.tokens:,} tokens{speed}",
         f"the loss counts {counts.counted:,} tokens ({100 * counts.counted / max(1, counts.tokens):.1f}%) of {counts.turns:,} turns",
@@ -263,6 +275,10 @@ def summary(counts: Counts, options: ChatOptions, seconds: float | None = None) 
         lines.append(f"{counts.truncated:,} cut to {options.most_tokens:,} tokens")
     if counts.tools:
         lines.append(f"{counts.tools:,} with tools, which the template does not read")
+    if counts.unread:
+        keys = [f"{key[:24]} ({n:,})" for key, n in counts.unread.most_common(10)]
+        more = f" and {len(counts.unread) - 10} more" if len(counts.unread) > 10 else ""
+        lines.append(f"keys of records that are not read: {', '.join(keys)}{more}")
     if counts.spells:
         lines.append(f"{counts.spells:,} with messages that spell special tokens, which are text there")
     if counts.ended < counts.turns:

@@ -73,6 +73,7 @@ class Counts:
         truncated: conversations cut to a row.
         tools: conversations with tools that the template does not read.
         spells: conversations with a message that spells a special token.
+        unread: keys of conversations that are not read.
         dropped, bad: records that were left out, by rule and on request, by reason.
     """
 
@@ -87,6 +88,7 @@ class Counts:
     truncated: int = 0
     tools: int = 0
     spells: int = 0
+    unread: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     bad: Counter[str] = field(default_factory=Counter)
 

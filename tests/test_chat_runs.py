@@ -100,6 +100,11 @@ def test_killed_runs_go_on_to_the_same_bytes(folder: Path, tmp_path: Path, capsy
     assert "going on after" in told and told.endswith(whole.split("written:")[1]) and "1 dropped" in told
     assert stored(tmp_path / "out") == stored(tmp_path / "whole")
     assert len(list(tmp_path.glob("out*"))) == 6
+    assert chat(source, tmp_path / "out", *more) == 0  # there is nothing to do
+    assert f"{tmp_path}/out is complete: " in capsys.readouterr().out
+    for path in prefix_paths(f"{tmp_path}/out_loss_mask"):
+        path.unlink()
+    assert chat(source, tmp_path / "out", *more) == 2 and "it has no loss mask" in capsys.readouterr().err
 
 
 def test_a_run_that_is_killed_between_renames_goes_on(folder: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_part_that_fails_holds_up_the_join_and_a_rerun_makes_what_is_missing(t
     (tmp_path / "up").touch()
     assert cluster.run("--log-interval", "7").returncode == 0
     assert cluster.jobs()[2:] == [("103", "0"), ("104", "0")], cluster.log("103")
-    assert cluster.log("103").count("is finished") == 2
+    assert cluster.log("103").count("is complete: ") == 2
     preprocess(files, str(tmp_path / "whole"), Options(NUMBERS, append_eod=True))
     assert content(tmp_path / "tokens" / "corpus_text_document") == content(tmp_path / "whole_text_document")
 

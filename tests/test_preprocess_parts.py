@@ -386,14 +386,28 @@ def test_a_run_with_other_inputs_or_options_is_refused(
     assert {p.name: p.read_bytes() for p in tmp_path.glob("out*")} == before
 
 
-def test_a_finished_run_is_not_begun_again(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_begun_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "1 2"}\n')
     preprocess([path], str(tmp_path / "out"), options(), resume=True)
-    before = sorted(p.name for p in tmp_path.iterdir())
-    with pytest.raises(FileExistsError, match="already there"):
-        preprocess([path], str(tmp_path / "out"), options(), resume=True)
-    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    before = {p: p.read_bytes() for p in tmp_path.iterdir()}
+    tool = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000", "--input", str(path), "--resume"]
+    tool += ["--output-prefix", str(tmp_path / "out")]
+    assert cli.main([*tool, "--append-eod"]) == 0
+    assert "out_text_document is complete: 1 documents, 3 tokens; nothing is left to do" in capsys.readouterr().out
+    assert cli.main(tool) == 2 and "eod_id: 999 there, None now" in capsys.readouterr().err
+    assert cli.main([*tool, "--append-eod", "--vocab-size", "999"]) == 2
+    assert "tokenizer: " in (said := capsys.readouterr().err) and "vocab_size: 1000 there, 999 now" in said
+    assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
+    os.utime(path, (2e9, 2e9))
+    assert cli.main([*tool, "--append-eod"]) == 2 and "a.jsonl has changed since" in capsys.readouterr().err
+    os.utime(path, (1, 1))
+    index, meta = (tmp_path / f"out_text_document.{suffix}" for suffix in SUFFIXES[1:])
+    index.write_bytes(index.read_bytes()[:-1])
+    assert cli.main([*tool, "--append-eod"]) == 2 and "does not open" in capsys.readouterr().err
+    index.write_bytes(before[index])
+    meta.unlink()
+    assert cli.main([*tool, "--append-eod"]) == 2 and "it has no .meta.json" in capsys.readouterr().err
 
 
 def test_temporaries_that_are_not_those_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

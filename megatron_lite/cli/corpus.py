@@ -38,7 +38,7 @@ def add_running_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--workers", type=at_least_one, default=1, help="tokenizing processes or threads (default: 1)")
     text = "read the i-th of n parts of the input, from 0; `megatron-lite data merge` joins their outputs in order"
     group.add_argument("--part", metavar="i/n", help=text)
-    text = "go on where a run with these flags was ended, and if this one is ended leave what is needed to go on"
+    text = "go on where a run with these flags was ended (nothing to do where it is complete), and if ended leave what is needed"
     group.add_argument("--resume", action="store_true", help=text)
     text = "tokenize by the reference library only, also where a faster one is proved to give the same ids"
     group.add_argument("--no-fast-tokenizer", action="store_true", help=text)

@@ -80,6 +80,7 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
     from megatron_lite.text.chat import Keys
     from megatron_lite.text.chat_files import ChatOptions, prepare_chat, summary
     from megatron_lite.text.inputs import expand_inputs, repeated
+    from megatron_lite.text.run import AlreadyComplete
     from megatron_lite.text.tokenizer import build_tokenizer
 
     for line in unread_options(args):
@@ -100,8 +101,11 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
     if note := repeated(files):
         print(note, file=sys.stderr)
     running = running_options(args)
-    counts = prepare_chat(
-        files, args.output_prefix, options, encoding=args.encoding, overwrite=args.overwrite, **running
-    )
+    try:
+        counts = prepare_chat(
+            files, args.output_prefix, options, encoding=args.encoding, overwrite=args.overwrite, **running
+        )
+    except AlreadyComplete as done:
+        return DONE, str(done)
     written = f"written: {args.output_prefix} and {args.output_prefix}_loss_mask (.bin, .idx, .meta.json)"
     return DONE, summary(counts, options, time.monotonic() - started) + "\n" + written

@@ -84,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(args: argparse.Namespace) -> tuple[int, str]:
     from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs, repeated
     from megatron_lite.text.preprocess import Options, preprocess, summary
+    from megatron_lite.text.run import AlreadyComplete
 
     for line in without_effect(args):
         print(line, file=sys.stderr)
@@ -103,14 +104,11 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
     if not args.append_eod:
         print("note: without --append-eod a model does not learn where a document ends", file=sys.stderr)
     started = time.monotonic()
-    counts = preprocess(
-        files,
-        args.output_prefix,
-        options,
-        reading=reading,
-        overwrite=args.overwrite,
-        **running_options(args),
-    )
+    running = running_options(args)
+    try:
+        counts = preprocess(files, args.output_prefix, options, reading=reading, overwrite=args.overwrite, **running)
+    except AlreadyComplete as done:
+        return DONE, str(done)
     lines = [summary(counts, time.monotonic() - started)]
     lines += [f"written: {options.output(args.output_prefix, key)} (.bin, .idx, .meta.json)" for key in options.keys]
     return DONE, "\n".join(lines)

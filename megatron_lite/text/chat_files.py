@@ -209,6 +209,7 @@ class _Chat:
         named = {"prompt_key": options.keys.prompt, "completion_key": options.keys.completion}
         made_by = {"tokenizer": self.tokenizer.fingerprint, "template": templates.digest, "date": date}
         self.identity = {**made_by, **named, **flags, "encoding": reading.encoding}
+        self.recorded = {"tokenizer": self.tokenizer.fingerprint, "vocab_size": self.tokenizer.vocab_size, "eod_id": None}
         self.encoder = Encoder(self.tokenizer)
 
     def begin(self, first: Block | None, say: Callable[[str], None]) -> None:
@@ -233,11 +234,10 @@ class _Chat:
         yield mask
         yield IndexedWriter(
             self.outputs[0],
-            vocab_size=self.tokenizer.vocab_size,
-            tokenizer=self.tokenizer.fingerprint,
             tokenizer_flags=self.tokenizer.flags,
             resume=of_tokens,
             mask=mask,
+            **self.recorded,
             **options,
         )
 
@@ -265,7 +265,7 @@ def holds_conversations(path: Path) -> bool:
 
 def summary(counts: Counts, options: ChatOptions, seconds: float | None = None) -> str:
     """What happened, for people."""
-    speed = "" if seconds is None else f" from {counts.bytes / 1e6:,.1f} MB in {seconds:.1f} s"
+    speed = "" if seconds is None else f" from {counts.size} in {seconds:.1f} s"
     lines = [
         f"{counts.documents:,} conversations, {counts.tokens:,} tokens{speed}",
         f"the loss counts {counts.counted:,} tokens ({100 * counts.counted / max(1, counts.tokens):.1f}%) of {counts.turns:,} turns",

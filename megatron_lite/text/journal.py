@@ -47,6 +47,11 @@ class Journal:
         self._identity = json.loads(json.dumps(identity))
         self._size = 0  # of what was found
 
+    @property
+    def found(self) -> bool:
+        """Whether :meth:`find` found a journal."""
+        return self._size > 0
+
     def find(self) -> Finished | None:
         """What the journal that is there says last; :meth:`open` goes on with it.
 

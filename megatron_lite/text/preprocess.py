@@ -81,7 +81,11 @@ class _Texts:
         flags = {name: getattr(options, name) for name in ("append_eod", "split_sentences", "skip_bad")}
         read = {"encoding": reading.encoding, "separator": reading.separator}
         self.identity = {"tokenizer": self.tokenizer.fingerprint, "json_keys": list(keys), **flags, **read}
-        self.counts = Counts()
+        self.recorded = {
+            "tokenizer": self.tokenizer.fingerprint,
+            "vocab_size": self.tokenizer.vocab_size,
+            "eod_id": self.tokenizer.eod_id if options.append_eod else None,
+        }
         self.encoder = Encoder(self.tokenizer)
 
     def begin(self, first: Block | None, say: Callable[[str], None]) -> None:
@@ -92,15 +96,12 @@ class _Texts:
 
     def writers(self, states: Sequence[WriterState], **options: Any) -> Iterator[IndexedWriter]:
         """One for each key."""
-        tokenizer = self.tokenizer
         for output, state in zip_longest(self.outputs, states):
             yield IndexedWriter(
                 output,
-                vocab_size=tokenizer.vocab_size,
-                eod_id=tokenizer.eod_id if self.options.append_eod else None,
-                tokenizer=tokenizer.fingerprint,
-                tokenizer_flags=tokenizer.flags,
+                tokenizer_flags=self.tokenizer.flags,
                 resume=state,
+                **self.recorded,
                 **options,
             )
 
@@ -139,8 +140,7 @@ def _in_threads(
 
 def summary(counts: Counts, seconds: float) -> str:
     """What happened, for people."""
-    size = f"{counts.bytes / 1e6:.1f} MB" if counts.bytes >= 1e5 else f"{counts.bytes:,} bytes"
-    lines = [f"{counts.documents:,} documents, {counts.tokens:,} tokens from {size} in {seconds:.1f} s", *counts.skipped()]
+    lines = [f"{counts.documents:,} documents, {counts.tokens:,} tokens from {counts.size} in {seconds:.1f} s", *counts.skipped()]
     if counts.compared:
         lines.append(
             f"{counts.compared:,} texts on the way were compared with the reference tokenizer, with the same ids"

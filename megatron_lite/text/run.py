@@ -20,7 +20,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
+from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.data.index_writer import IndexedWriter, WriterState, publish_left, refuse_existing, remove_dataset
+from megatron_lite.data.indexed import IndexedDataset, open_mask
 from megatron_lite.data.locked_file import interrupts_held
 from megatron_lite.text.encode import Counts, Encoded, Work
 from megatron_lite.text.inputs import STANDARD_INPUT, Block, InputOptions, Lines, called
@@ -60,6 +62,10 @@ class Stream:
         return numbers_before(share, self.options)
 
 
+class AlreadyComplete(Exception):
+    """Nothing is left to do: the run that was to go on had ended well. What is there, in words."""
+
+
 class Job(Protocol):
     """What a run makes of its input.
 
@@ -67,6 +73,7 @@ class Job(Protocol):
         outputs: prefixes of the datasets.
         mask: a loss mask is written beside each of them.
         reading: how files are read.
+        recorded: what ``.meta.json`` of the outputs says of how they were made.
         identity: what decides the output, besides the inputs and which part of them is read; JSON.
         called: what a record is.
     """
@@ -74,6 +81,7 @@ class Job(Protocol):
     outputs: list[str]
     mask: bool
     reading: InputOptions
+    recorded: dict[str, Any]
     identity: Identity
     called: str
 
@@ -117,8 +125,9 @@ def run_job(
         say: prints a line.
 
     Raises:
+        AlreadyComplete: with ``resume`` and without ``overwrite``, where the outputs are there.
         BadInput: a bad record, a worker that died, or no document at all (a part may be empty); no output is left.
-        FileExistsError: the output is there and ``overwrite`` is off.
+        FileExistsError: the output is there and ``overwrite`` is off; with ``resume``, one that this run would not have made.
         ValueError: nothing of this kind to resume.
         OSError: the output cannot be written; none is left.
     """
@@ -132,6 +141,8 @@ def run_job(
     journal = Journal(prefix, identity, keep=resume)
     finished = journal.find() if resume else None
     complete = finished is not None and finished.complete
+    if resume and not overwrite and not journal.found and all(prefix_paths(p)[1].exists() for p in job.outputs):
+        raise AlreadyComplete("\n".join(_found_complete(output, job, inputs) for output in job.outputs))
     for output in () if overwrite or complete else job.outputs:
         refuse_existing(output, with_mask=job.mask)  # before a journal is begun
     total = Counts()
@@ -184,6 +195,31 @@ def run_job(
         outputs = [writer for writer in writers if writer.prefix in job.outputs]
         _publish(outputs, journal, Finished(Place(len(inputs), 0), taken, total, []), keep=resume)
     return total
+
+
+def _found_complete(output: str, job: Job, inputs: Sequence[Path]) -> str:
+    """What is there, in words. Raises FileExistsError where this run would not have made it, as far as it can be seen."""
+    try:
+        with closing(IndexedDataset(output)) as dataset:
+            size = f"{dataset.num_documents:,} {job.called}, {dataset.num_tokens:,} tokens"
+            meta, has_mask = dataset.meta, open_mask(dataset) is not None
+    except (OSError, ValueError) as error:
+        raise FileExistsError(
+            f"{output} is there and does not open ({error}): give another prefix, or --overwrite"
+        ) from None
+    differ = ["it has no .meta.json, which says how it was made"] if meta is None else []
+    for name, now in {} if meta is None else job.recorded.items():
+        there = getattr(meta, name)
+        differ += [f"{name}: {there} there, {now} now"] if there != now else []
+    if has_mask != job.mask:
+        differ.append(f"it has {'a' if has_mask else 'no'} loss mask")
+    made = prefix_paths(output)[1].stat().st_mtime
+    differ += [f"{path} has changed since" for path in inputs if path.is_file() and path.stat().st_mtime > made]
+    if differ:
+        raise FileExistsError(
+            f"{output} is there, and this run would have made another: {'; '.join(differ)}. Give another prefix, or --overwrite"
+        )
+    return f"{output} is complete: {size}; nothing is left to do"
 
 
 def _files(inputs: Sequence[Path]) -> list[list[Any]]:

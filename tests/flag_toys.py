@@ -201,6 +201,9 @@ def make_places(folder: Path) -> dict[str, str]:
             writer.add_document(np.append(rng.integers(0, 60, 12), 60))
     places["curriculum"] = str(folder / "curriculum.yaml")
     Path(places["curriculum"]).write_text("stages:\n- {at: 0, seq_length: 8}\n")
+    places["template"], places["chat"] = str(folder / "numbers.jinja"), str(folder / "chat.jsonl")
+    Path(places["template"]).write_text("{% for m in messages %}{{ m.content }} 60 {% endfor %}")
+    Path(places["chat"]).write_text('{"prompt": "1 2", "completion": "3 4 5"}\n' * 99)
     places["checkpoint"] = str(folder / "checkpoint")
     saving = f"--data-path {places['data']} --save {places['checkpoint']} --save-interval 2"
     assert train_here(f"{RUN} {saving}").code == 0

@@ -193,6 +193,15 @@ def test_loss_masks_and_other_files_are_no_tokens(tmp_path):
     assert "a.text is a file, not the prefix of a dataset" in problems(build(str(tmp_path / "a.text")))
     z = write(tmp_path / "z_text_document", [50])
     assert f"there are: {z}, {a}" in problems(build(str(tmp_path / "z")))  # the likely one first
+    folder = tmp_path / "cleaned"
+    folder.mkdir()
+    assert f"{folder} is a directory, not the prefix" in problems(build(str(folder)))
+    (folder / "part-0.jsonl.zst").write_bytes(b"")
+    text = problems(build("3", str(a), "1", f"{folder}/"))
+    assert f"{folder} is a directory of 1 files of text" in text and f"data preprocess --input {folder} " in text
+    assert f"then {folder}_text_document in place of {folder}" in text
+    (folder / "b.idx").write_bytes(b"")
+    assert f"in it are: {folder}/b" in problems(build(str(folder)))
 
 
 def test_vocabulary_is_checked(tmp_path):

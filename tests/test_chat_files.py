@@ -117,7 +117,7 @@ def test_forms_of_instruction_files(model: Path, tmp_path: Path, capsys: pytest.
     assert "3 dropped: with an empty answer" in out
     assert "2 dropped: without an assistant's turn (roles bot, human; known are user, assistant, system, tool)" in out
     assert "keys of records that are not read: id (2), source (1), conversations.id (1)\n" in out
-    assert " MB in " in out and "MB/s" not in out
+    assert " bytes in " in out and "MB/s" not in out
 
 
 def test_bad_records(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,10 +273,24 @@ def test_a_run_on_a_file_of_conversations(model: Path, tmp_path: Path, ranks: in
     assert {f"{prefix}{q}.bin" for q in ("", "_loss_mask")} == {p.name for p in (tmp_path / ".tokenized").glob("*.bin")}
     assert "packed into" in outcomes[1].text
     if ranks == 1:  # whoever gets the lock says it
+        _other_template(tmp_path, flags, source, folder, losses["a"])
         assert "9 conversations" in outcomes[1].text and "1 dropped: without an assistant's turn" in outcomes[1].text
 
 
 def test_conversations_need_a_template_to_train_on(tmp_path: Path) -> None:
     source = lines(tmp_path / "in.jsonl", [{"messages": TALK}])
     done = train_here(f"{TINY} --train-iters 3 --data-path {source}")
-    assert done.code == 2 and "holds conversations, which need a chat template" in done.error
+    assert done.code == 2 and "in.jsonl holds conversations: this tokenizer has no files" in done.error
+    assert "give --chat-template FILE" in done.error and not (tmp_path / ".tokenized").exists()
+
+
+def _other_template(tmp_path: Path, flags: str, source: Path, folder: Path, losses: list[float]) -> None:
+    """``train --chat-template`` is ``data chat --chat-template``, and makes token files of its own."""
+    template = tmp_path / "other.jinja"
+    template.write_text(CHATML.replace("m.content", "m.content | upper"))
+    argv = ["chat", "--input", str(source), "--output-prefix", str(tmp_path / "other"), "--tokenizer-model", str(folder)]
+    assert data([*argv, "--chat-template", str(template)]) == 0
+    for name, what in {"e": f"{tmp_path / 'other'}", "f": f"{source} --chat-template {template}"}.items():
+        assert train_here(f"{flags} --data-path {what} --log-dir {tmp_path / name}").code == 0
+    e, f = ([s["loss"] for s in steps_of(tmp_path / name).values()] for name in "ef")
+    assert e == f != losses and len(list((tmp_path / ".tokenized").glob("*_chat.idx"))) == 2

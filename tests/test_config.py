@@ -135,7 +135,8 @@ def test_names_of_other_programs_are_understood() -> None:
     for name, ours in OTHER_NAMES.items():
         assert ours in known and name not in known, (name, ours)
     assert known.isdisjoint(ELSEWHERE)
-    assert "chat_template.jinja in the tokenizer's directory" in refused("--chat-template my.jinja")
+    assert "no file of conversations in --data-path" in refused("--chat-template my.jinja --data-path made")
+    assert "data preprocess --json-keys beforehand" in refused("--json-keys body")
 
 
 def test_on_off() -> None:

@@ -398,6 +398,7 @@ RUNS: list[RunCase] = [
     RunCase("--data-access pread", inside("mapped")),
     RunCase("--data-cache-path {scratch}/cache", lambda r: r.files, f"{DATA} --sample-order megatron"),
     RunCase("--stage-dir {scratch}/stage", lambda r: r.files),
+    RunCase("--chat-template {template}", lambda r: r.code, f"{RUN} --data-path {{chat}} --split 1,0,0"),
     RunCase("--prefetch-mib 1", inside("bytes ahead")),
     RunCase("--no-pin-memory", inside("pinned")),
     # evaluation

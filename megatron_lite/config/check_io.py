@@ -10,6 +10,7 @@ from megatron_lite.config.derived import TOKENIZER_FILES
 from megatron_lite.config.problem import Problem
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.config.schema_io import DataConfig, EvaluationConfig, LoggingConfig
+from megatron_lite.config.text_files import is_text_file
 
 OWN_SPLITS = ("train_data_path", "valid_data_path", "test_data_path")
 
@@ -45,6 +46,10 @@ def source_problems(data: DataConfig, evaluation: EvaluationConfig) -> list[Prob
             found.append(Problem("there is no data", nearest="--data-path PREFIX, or --mock-data"))
         elif own and "train_data_path" not in own and not evaluation.skip_train:
             found.append(Problem("there is no training data", f"only {' and '.join(own)}", nearest="--train-data-path"))
+    paths = [entry for name in ("data_path", *OWN_SPLITS) for entry in getattr(data, name)]
+    if data.chat_template is not None and not any(map(is_text_file, paths)):
+        what = f"--chat-template {data.chat_template}: there is no file of conversations in --data-path"
+        found.append(Problem(what, rule="token files are rendered already", nearest="data chat --chat-template, for the token files"))
     for name in ("data_path", *OWN_SPLITS):
         found += blend_problems("--" + name.replace("_", "-"), getattr(data, name))
     return found

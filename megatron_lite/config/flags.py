@@ -246,6 +246,7 @@ OURS: frozenset[str] = frozenset(  # fields for which Megatron-LM has no flag
         "prefetch_mib",
         "pin_memory",
         "document_mask",
+        "chat_template",
         "eod_token",
         "save_interval_minutes",
         "keep_last",
@@ -320,7 +321,6 @@ OTHER_NAMES: dict[str, str] = {  # what other programs call a flag: ours, for th
     "--resume": "--load",
 }
 ELSEWHERE: dict[str, str] = {  # flags of other commands that text in --data-path makes one think of
-    "--chat-template": "chat_template.jinja in the tokenizer's directory, or data chat --chat-template beforehand",
     "--json-keys": "data preprocess --json-keys beforehand",
     "--skip-bad": "data preprocess --skip-bad beforehand, or data chat",
     "--encoding": "data preprocess --encoding beforehand, or data chat",

@@ -75,6 +75,8 @@ class DataConfig:
     """GPT-2: vocab.json."""
     merge_file: str | None = None
     """GPT-2: merges.txt."""
+    chat_template: str | None = None
+    """Jinja file, in place of the tokenizer's own chat template, for files of conversations in --data-path."""
     eod_token: str | None = None
     """Text of the end-of-document token, where the tokenizer declares none."""
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from megatron_lite.config.text_files import is_text_file
 from megatron_lite.data.index_format import DatasetMeta, prefix_paths
 from megatron_lite.data.remote import BlockCache, RemoteFile, is_remote, local_index
 
@@ -167,6 +168,17 @@ def _missing(bin_path: Path, idx_path: Path) -> str:
     prefix = str(idx_path)[: -len(".idx")]
     if text.endswith("no such file") and os.path.isfile(prefix):
         return f"{text}; {prefix} is a file, not the prefix of a dataset (of text, data preprocess makes one)"
+    if os.path.isdir(prefix) and len(missing) == 2:
+        prefix = prefix.rstrip("/")
+        texts = [name for name in os.listdir(prefix) if is_text_file(name)]
+        held = sorted(str(path)[: -len(".idx")] for path in Path(prefix).glob("*.idx"))
+        if texts and not held:
+            return (
+                f"{prefix} is a directory of {len(texts)} files of text, not the prefix of a dataset. Make one, and give its prefix: "
+                f"megatron-lite data preprocess --input {prefix} --output-prefix {prefix} --append-eod (and the flags of the "
+                f"tokenizer), then {prefix}_text_document in place of {prefix}"
+            )
+        return f"{prefix} is a directory, not the prefix of a dataset" + (f"; in it are: {', '.join(held[:5])}" if held else "")
     there = (str(path)[: -len(".idx")] for path in idx_path.parent.glob("*.idx")) if idx_path.parent.is_dir() else ()
     near = sorted(there, key=lambda name: (not name.startswith(prefix), name))
     return text + (f"; there are: {', '.join(near[:5])}" if near else "")

@@ -143,7 +143,7 @@ def load_templates(
     if not sources:
         raise ValueError(
             f"{directory} has no chat template (neither {FILE} nor chat_template in {CONFIG}): write one to {path}, or "
-            "make token files by megatron-lite data chat --chat-template FILE"
+            "give --chat-template FILE"
         )
     if "default" not in sources:
         raise ValueError(
@@ -166,13 +166,13 @@ def template_directory(tokenizer_file: str | None) -> Path | None:
     return path if path.is_dir() else path.parent
 
 
-def template_digest(directory: Path) -> str:
-    """A digest of the files of a tokenizer that a template, and what it reads, may be in."""
+def template_digest(directory: Path | None, file: Path | None = None) -> str:
+    """A digest of the files that a template, and what it reads, may be in; arguments of :func:`load_templates`."""
     digest = hashlib.sha256()
-    for name in (FILE, CONFIG):
-        path = directory / name
-        digest.update(path.read_bytes() if path.exists() else b"")
-        digest.update(name.encode())
+    beside = [] if directory is None else [directory / FILE, directory / CONFIG]
+    for path in [*beside, *([] if file is None else [file])]:
+        digest.update(path.read_bytes() if path.is_file() else b"")
+        digest.update(path.name.encode())
     return digest.hexdigest()
 
 

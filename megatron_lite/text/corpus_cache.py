@@ -37,7 +37,7 @@ from megatron_lite.text.chat_files import ChatOptions, holds_conversations, prep
 from megatron_lite.text.chat_template import template_digest
 from megatron_lite.text.preprocess import Options, preprocess
 from megatron_lite.text.records import BadInput
-from megatron_lite.text.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron_lite.text.tokenizer import Tokenizer
 
 FIELDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 FOLDER = ".tokenized"  # beside the file
@@ -59,12 +59,15 @@ class CorpusCache:
         directory: of the datasets; None: beside each file.
         tell: called with a line of progress again and again while something moves, here or in the process that is waited
             for.
+        beside: directory of the tokenizer's files, where the chat template may be; template: a file of it, before that.
     """
 
     make: Callable[[], Tokenizer]
     tokenizer: Tokenizer
     directory: Path | None = None
     tell: Tell = lambda text: None
+    beside: Path | None = None
+    template: Path | None = None
 
     def prefix_of(self, path: Path) -> Path:
         """Where the dataset of a file is, or will be."""
@@ -73,18 +76,17 @@ class CorpusCache:
         what += [self.tokenizer.fingerprint, self.tokenizer.eod_id, self.tokenizer.vocab_size]
         chat = holds_conversations(path)
         if chat:
-            what.append(template_digest(self._template_directory(path)))
+            try:
+                self._chat_options(path).templates()
+            except ValueError as error:
+                raise ValueError(f"{path} holds conversations: {error}") from None
+            what.append(template_digest(self.beside, self.template))
         key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
         return (self.directory or path.parent / FOLDER) / f"{path.name}-{key}_{CHAT if chat else f'{KEY}_document'}"
 
-    def _template_directory(self, path: Path) -> Path:
-        """Where the chat template is, for a file of conversations."""
-        if not isinstance(self.tokenizer, HuggingFaceTokenizer):
-            raise ValueError(
-                f"{path} holds conversations, which need a chat template: --tokenizer-type HuggingFaceTokenizer, or token files "
-                "of megatron-lite data chat --chat-template FILE"
-            )
-        return self.tokenizer.directory
+    def _chat_options(self, path: Path) -> ChatOptions:
+        changed = datetime.fromtimestamp(path.stat().st_mtime)  # the date, for templates that write one
+        return ChatOptions(self.make, self.beside, self.template, changed)
 
     def dataset_of(self, path: Path) -> tuple[str, str]:
         """The prefix of a file's tokens, and a line about how they came to be.
@@ -158,8 +160,7 @@ class CorpusCache:
 
     def _conversations(self, path: Path, made: str) -> str:
         """Make the dataset of conversations and its mask; what they hold."""
-        changed = datetime.fromtimestamp(path.stat().st_mtime)  # the date, for templates that write one
-        options = ChatOptions(self.make, self._template_directory(path), None, changed)
+        options = self._chat_options(path)
         counts = prepare_chat(
             [path],
             made,

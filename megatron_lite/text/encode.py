@@ -100,6 +100,11 @@ class Counts:
             else:
                 setattr(self, name, getattr(self, name) + value)
 
+    @property
+    def size(self) -> str:
+        """The bytes, for people."""
+        return f"{self.bytes / 1e6:,.1f} MB" if self.bytes >= 1e5 else f"{self.bytes:,} bytes"
+
     def skipped(self) -> list[str]:
         """A line for each reason for which records are not in the output."""
         reasons = (("dropped", self.dropped), ("bad", self.bad))

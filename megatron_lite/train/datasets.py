@@ -22,6 +22,7 @@ from megatron_lite.data.stage_dir import open_access
 from megatron_lite.mesh.agreement import agree
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.optim.batch_size import BatchSchedule
+from megatron_lite.text.chat_template import template_directory
 from megatron_lite.text.corpus_cache import CorpusCache, names_text, renamed, with_tokens
 from megatron_lite.text.tokenizer import Tokenizer, tokenizer_of
 
@@ -122,7 +123,9 @@ def _tokens_of_text(
         raise ValueError(f"--data-path names a file of text, and no tokenizer is given: {remedy}")
     make = partial(tokenizer_of, data, getattr(config.model, "vocab_size", None))
     directory = None if data.data_cache_path is None else Path(data.data_cache_path)
-    return with_tokens(data, CorpusCache(make, tokenizer, directory, tell))
+    beside = template_directory(data.tokenizer_model or data.vocab_file)
+    template = None if data.chat_template is None else Path(data.chat_template)
+    return with_tokens(data, CorpusCache(make, tokenizer, directory, tell, beside, template))
 
 
 def open_data(

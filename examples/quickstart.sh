@@ -86,7 +86,7 @@ step "corpus: Python files of this machine, one JSON line per file, a tenth of t
 
 step "tokenizer of $vocabulary entries"
 "$python" "$root/examples/quickstart/train_tokenizer.py" --input "$out/corpus/train.jsonl" --vocab-size "$vocabulary" \
-    --out "$out/tokenizer"
+    --pattern gpt2 --out "$out/tokenizer"
 
 step "tokenizing"
 mkdir "$out/data"

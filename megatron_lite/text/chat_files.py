@@ -209,7 +209,7 @@ class _Chat:
         named = {"prompt_key": options.keys.prompt, "completion_key": options.keys.completion}
         made_by = {"tokenizer": self.tokenizer.fingerprint, "template": templates.digest, "date": date}
         self.identity = {**made_by, **named, **flags, "encoding": reading.encoding}
-        self.recorded = {"tokenizer": self.tokenizer.fingerprint, "vocab_size": self.tokenizer.vocab_size, "eod_id": None}
+        self.recorded: dict[str, Any] = {"tokenizer": self.tokenizer.fingerprint, "vocab_size": self.tokenizer.vocab_size, "eod_id": None}
         self.encoder = Encoder(self.tokenizer)
 
     def begin(self, first: Block | None, say: Callable[[str], None]) -> None:

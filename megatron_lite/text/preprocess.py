@@ -81,7 +81,7 @@ class _Texts:
         flags = {name: getattr(options, name) for name in ("append_eod", "split_sentences", "skip_bad")}
         read = {"encoding": reading.encoding, "separator": reading.separator}
         self.identity = {"tokenizer": self.tokenizer.fingerprint, "json_keys": list(keys), **flags, **read}
-        self.recorded = {
+        self.recorded: dict[str, Any] = {
             "tokenizer": self.tokenizer.fingerprint,
             "vocab_size": self.tokenizer.vocab_size,
             "eod_id": self.tokenizer.eod_id if options.append_eod else None,

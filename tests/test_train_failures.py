@@ -146,7 +146,7 @@ def test_a_hang_ends_with_a_place(tmp_path: Path) -> None:
 
 def test_slow_is_not_hung(tmp_path: Path) -> None:
     """An evaluation in pieces that together take longer than the watchdog's patience, and data that are slow to open."""
-    flags = f"{MOCK} --train-iters 1 --save {tmp_path}/save --eval-iters 4 --eval-interval 1 --log-dir {tmp_path}/log"
+    flags = f"{MOCK} --train-iters 3 --save {tmp_path}/save --eval-iters 4 --eval-interval 3 --log-dir {tmp_path}/log"
     hooks = {"slow_eval": 0.8, "slow_step": 0.8, "slow_data": 4, "hang_seconds": 2.5}
     with job(2, flags, tmp_path / "job", **hooks) as run:
         assert run.codes(60) == [0, 0], run.output

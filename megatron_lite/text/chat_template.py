@@ -16,14 +16,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from bisect import bisect_left
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron_lite.text.tokenizer import read_config, token_text
+
 OPEN, CLOSE, PLAIN = "\ufdd0", "\ufdd1", "\ufdd2"
+_MARK = re.compile(f"([{OPEN}{CLOSE}{PLAIN}])")
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _WITH_TOOLS = "tool_use"  # name of the template of several that is taken for conversations with tools
@@ -131,8 +134,8 @@ def load_templates(
     if directory is None and file is None:
         raise ValueError("this tokenizer has no files, and so no chat template: give --chat-template FILE")
     directory = directory or Path(os.devnull)  # which holds no file
-    config = _read_config(directory / CONFIG)
-    own = {name: text for name in TOKENS if (text := _token_text(config.get(name))) is not None}
+    config = read_config(directory / CONFIG)
+    own = {name: text for name in TOKENS if (text := token_text(config.get(name))) is not None}
     tokens = {**(named or {}), **own}
     path = file if file is not None else directory / FILE
     sources: dict[str, str]
@@ -164,16 +167,6 @@ def template_directory(tokenizer_file: str | None) -> Path | None:
         return None
     path = Path(tokenizer_file)
     return path if path.is_dir() else path.parent
-
-
-def template_digest(directory: Path | None, file: Path | None = None) -> str:
-    """A digest of the files that a template, and what it reads, may be in; arguments of :func:`load_templates`."""
-    digest = hashlib.sha256()
-    beside = [] if directory is None else [directory / FILE, directory / CONFIG]
-    for path in [*beside, *([] if file is None else [file])]:
-        digest.update(path.read_bytes() if path.is_file() else b"")
-        digest.update(path.name.encode())
-    return digest.hexdigest()
 
 
 def _environment(now: datetime) -> Any:
@@ -224,35 +217,26 @@ def _raise(message: object) -> NoReturn:
 
 def _take_marks_out(text: str) -> Rendered:
     """Raises TemplateRefusal for marks that are not pairs (one lies inside another, or a filter lost one)."""
-    if OPEN not in text and CLOSE not in text:
-        return _without_plain(text, [])
-    parts: list[str] = []
+    if not any(mark in text for mark in (OPEN, CLOSE, PLAIN)):
+        return Rendered(text)
     spans: list[tuple[int, int]] = []
-    at = length = 0
-    while (start := text.find(OPEN, at)) >= 0:
-        stop = text.find(CLOSE, start)
-        inner = text[start + 1 : stop] if stop >= 0 else OPEN
-        before = text[at:start]
-        if OPEN in inner or CLOSE in before:
-            break
-        parts += (before, inner)
-        begin = length + len(before)
-        length = begin + len(inner)
-        spans.append((begin, length))
-        at = stop + 1
-    rest = text[at:]
-    if OPEN in rest or CLOSE in rest:
+    plain: list[int] = []
+    length, began = 0, None
+    for piece in _MARK.split(text):
+        if piece == PLAIN:
+            plain.append(length)
+        elif piece == OPEN and began is None:
+            began = length
+        elif piece == CLOSE and began is not None:
+            spans.append((began, length))
+            began = None
+        elif piece in (OPEN, CLOSE):
+            raise TemplateRefusal("its generation blocks lie inside each other")
+        else:
+            length += len(piece)
+    if began is not None:
         raise TemplateRefusal("its generation blocks lie inside each other")
-    return _without_plain("".join([*parts, rest]), spans)
-
-
-def _without_plain(text: str, spans: list[tuple[int, int]]) -> Rendered:
-    """Takes the marks of plain text out, before which the places were counted."""
-    if PLAIN not in text:
-        return Rendered(text, tuple(spans))
-    at = [i for i, c in enumerate(text) if c == PLAIN]
-    moved = [(start - bisect_left(at, start), stop - bisect_left(at, stop)) for start, stop in spans]
-    return Rendered(text.replace(PLAIN, ""), tuple(moved), tuple(i - n for n, i in enumerate(at)))
+    return Rendered(_MARK.sub("", text), tuple(spans), tuple(plain))
 
 
 def _sources(value: Any) -> dict[str, str]:
@@ -264,25 +248,8 @@ def _sources(value: Any) -> dict[str, str]:
     return {str(e.get("name")): e["template"] for e in good}
 
 
-def _token_text(value: Any) -> str | None:
-    """A special token of a tokenizer_config.json: its text, or an object that has it."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--chat-template {path}: {error}") from None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    return config if isinstance(config, dict) else {}

@@ -34,7 +34,6 @@ from megatron_lite.data.locked_file import sync_directory
 from megatron_lite.data.node_file import node_lock
 from megatron_lite.data.sources import parse_sources
 from megatron_lite.text.chat_files import ChatOptions, holds_conversations, prepare_chat, summary
-from megatron_lite.text.chat_template import template_digest
 from megatron_lite.text.preprocess import Options, preprocess
 from megatron_lite.text.records import BadInput
 from megatron_lite.text.tokenizer import Tokenizer
@@ -77,10 +76,10 @@ class CorpusCache:
         chat = holds_conversations(path)
         if chat:
             try:
-                self._chat_options(path).templates()
+                templates = self._chat_options(path).templates(self.tokenizer)
             except ValueError as error:
                 raise ValueError(f"{path} holds conversations: {error}") from None
-            what.append(template_digest(self.beside, self.template))
+            what.append(templates.digest)
         key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
         return (self.directory or path.parent / FOLDER) / f"{path.name}-{key}_{CHAT if chat else f'{KEY}_document'}"
 
@@ -132,46 +131,30 @@ class CorpusCache:
         own = prefix.with_name(f"{prefix.name}.{host}.{os.getpid()}.tmp")
         own.mkdir()
         try:
+            running: dict[str, Any] = {
+                "workers": _workers(path),
+                "log_interval": 1000,
+                "say": lambda text: self.tell(f"tokenizing {path}: {text}"),
+            }
+            made = str(own / "made")
             if prefix.name.endswith(CHAT):
-                what = self._conversations(path, str(own / "made"))
-                _move(mask_prefix(str(own / "made")), mask_prefix(str(prefix)))  # before the tokens
-                _move(str(own / "made"), str(prefix))
+                chat = self._chat_options(path)
+                text = summary(prepare_chat([path], made, chat, **running), chat)
+                print(text, flush=True)  # the process that starts a run's output may be another one
+                what = "; ".join(text.splitlines())
+                _move(mask_prefix(made), mask_prefix(str(prefix)))  # before the tokens
             else:
-                what = self._texts(path, str(own / "made"))
-                _move(str(own / f"made_{KEY}_document"), str(prefix))
+                options = Options(self.make, keys=(KEY,), append_eod=True)
+                counts = preprocess([path], made, options, **running)
+                what = f"{counts.documents:,} documents, {counts.tokens:,} tokens"
+                made = options.output(made, KEY)
+            _move(made, str(prefix))
             sync_directory(prefix.parent)
             _failure_file(prefix).unlink(missing_ok=True)
         finally:
             shutil.rmtree(own, ignore_errors=True)
         seconds = time.monotonic() - started
         return f"{path}: {what}, tokenized in {seconds:.1f} s into {prefix}"
-
-    def _texts(self, path: Path, made: str) -> str:
-        """Make the dataset of texts; what it holds."""
-        counts = preprocess(
-            [path],
-            made,
-            Options(self.make, keys=(KEY,), append_eod=True),
-            workers=_workers(path),
-            log_interval=1000,
-            say=lambda text: self.tell(f"tokenizing {path}: {text}"),
-        )
-        return f"{counts.documents:,} documents, {counts.tokens:,} tokens"
-
-    def _conversations(self, path: Path, made: str) -> str:
-        """Make the dataset of conversations and its mask; what they hold."""
-        options = self._chat_options(path)
-        counts = prepare_chat(
-            [path],
-            made,
-            options,
-            workers=_workers(path),
-            log_interval=1000,
-            say=lambda text: self.tell(f"tokenizing {path}: {text}"),
-        )
-        text = summary(counts, options)
-        print(text, flush=True)  # the process that starts a run's output may be another one
-        return "; ".join(text.splitlines())
 
 
 def names_text(data: DataConfig) -> bool:

@@ -141,24 +141,30 @@ class HuggingFaceTokenizer(Tokenizer):
         return str(self._fast.decode(list(ids), skip_special_tokens=False))
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """What a file of JSON beside a tokenizer says; nothing where there is none. Raises ValueError."""
+    try:
+        config = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (ValueError, OSError) as e:
+        raise ValueError(f"{path} is not JSON: {e}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not an object but {type(config).__name__}")
+    return config
+
+
+def token_text(value: Any) -> str | None:
+    """A token in such a file: its text, or an object that has it."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
 def _declared_end(directory: Path) -> str | None:
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = directory / name
-        if not path.exists():
-            continue
-        try:
-            config = json.loads(path.read_bytes())
-        except (ValueError, OSError) as e:
-            raise ValueError(f"{path} is not JSON: {e}") from None
-        if not isinstance(config, dict):
-            raise ValueError(f"{path} is not an object but {type(config).__name__}")
-        for key in END_NAMES:
-            value = config.get(key)
-            if isinstance(value, dict):
-                value = value.get("content")
-            if isinstance(value, str):
-                return value
-    return None
+    configs = (read_config(directory / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    found = (token_text(config.get(key)) for config in configs for key in END_NAMES)
+    return next(filter(None, found), None)
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -26,7 +26,7 @@ from chat_toys import (
 )
 
 from megatron_lite.text.chat import Conversation, Example, Keys, conversation_of
-from megatron_lite.text.chat_template import ChatTemplate, TemplateRefusal, load_templates
+from megatron_lite.text.chat_template import ChatTemplate, Rendered, TemplateRefusal, load_templates
 from megatron_lite.text.records import BadRecord
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer
 
@@ -263,6 +263,27 @@ def test_templates_that_change_their_mind_are_refused(model: Path, tmp_path: Pat
     assert "writes an array of parts as it stands" in why_bad(folder, parts)
 
 
+def test_messages_without_content(model: Path, tmp_path: Path) -> None:
+    """An empty array and null are the empty text, but null stays where the template looks for it."""
+    calls = [{"function": {"name": "f", "arguments": {"x": "None"}}}]
+
+    def text(template: str, message: dict[str, Any]) -> str:
+        found = conversation_of({"messages": [TALK[0], {"role": "assistant", **message}]}, Keys())
+        rendered = chat_encoder(folders[template]).render(found)
+        assert isinstance(rendered, Rendered), rendered
+        return rendered.text.split("assistant\n")[-1]
+
+    look = "{% if m.content is none %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}"
+    added = CHATML.replace("{{ m.content }}", "{{ '' + m.content }}{{ m.tool_calls | tojson if m.tool_calls else '' }}")
+    sources = {"plain": CHATML, "look": CHATML.replace("{{ m.content }}", look), "added": added}
+    folders = {name: tokenizer_with(model, tmp_path / name, source) for name, source in sources.items()}
+    null = {"content": None, "tool_calls": calls}
+    assert text("plain", null) == text("plain", {"content": []}) == "<|im_end|>\n"
+    assert text("look", null) == text("added", null) == f"{json.dumps(calls)}<|im_end|>\n"
+    for message in ({"content": []}, {"content": None, "id": "x"}, {"content": None, "weight": 1}):
+        assert conversation_of({"messages": [TALK[0], {"role": "assistant", **message}]}, Keys()).has_empty_answer
+
+
 # ---- templates
 
 
@@ -275,6 +296,8 @@ def test_the_sandbox() -> None:
     ):
         with pytest.raises(TemplateRefusal):
             ChatTemplate(source, {}, NOW).render([{"role": "user", "content": "x"}])
+    with pytest.raises(TemplateRefusal, match="more memory than there is"):
+        ChatTemplate("{{ 'x' * 10**17 }}", {}, NOW).render([])
     with pytest.raises(ValueError, match=r"not Jinja: .* \(line 2\)"):
         ChatTemplate("\n{% if %}", {}, NOW)
 
@@ -333,6 +356,9 @@ def test_records() -> None:
     assert messages({"prompt": "q", "completion": "a", "system": "s"}) == [("system", "s"), *pair]
     assert messages({"messages": "x", "frage": "q", "antwort": "a"}, prompt="frage", completion="antwort") == pair
     assert conversation_of({"messages": [], "tools": [1]}, Keys()).tools == [1]
+    both = conversation_of({"messages": [TALK[0], SYSTEM[0], TALK[1]], "system": "s"}, Keys())
+    assert len(both.messages) == 3 and both.unread == ("system",)
+    assert conversation_of({"prompt": "q", "completion": "a", "system": "s"}, Keys()).unread == ()
     for bad, reason in (
         ({"prompt": "q"}, "neither 'messages' nor"),
         ({"text": "q"}, "neither 'messages' nor"),
@@ -342,6 +368,7 @@ def test_records() -> None:
         ({"messages": ["x"]}, "a message is not an object"),
         ({"messages": [{"role": "user", "content": 3}]}, "neither a string nor an array"),
         ({"messages": [{"role": "user"}]}, "a message has no 'content'"),
+        *(({"messages": [{"role": role, "content": "x"}]}, "no plain word") for role in ("a<|im_end|>", "a\nb", "")),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "a message has no 'content'"),
         ({"conversations": [{"from": "martian", "value": "q"}]}, "'from' 'martian'; known are human, user, gpt"),
         ({"prompt": "q", "completion": "a", "history": [["q"]]}, "the value of 'history' is not an array of"),

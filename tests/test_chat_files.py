@@ -120,6 +120,17 @@ def test_forms_of_instruction_files(model: Path, tmp_path: Path, capsys: pytest.
     assert " bytes in " in out and "MB/s" not in out
 
 
+def test_what_is_cut_off_is_not_counted(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tokenizer_with(model, tmp_path / "t", CHATML)
+    long = {"role": "assistant", "content": "word " * 300}
+    source = lines(tmp_path / "in.jsonl", [{"messages": [*TALK[:2], TALK[2], long, *TALK]}])
+    code, out, err = chat(capsys, source, tmp_path / "out", folder, "--seq-length", "100", "--too-long", "truncate")
+    assert code == 0 and " of 2 turns" in out and "do not end" not in out, err
+    capital = {"messages": [TALK[0], {**TALK[1], "role": "Assistant"}]}
+    _, _, err = chat(capsys, lines(source, [capital]), tmp_path / "none", folder)
+    assert "(roles Assistant; known are user, assistant, system, tool, in small letters)" in err
+
+
 def test_bad_records(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tokenizer_with(model, tmp_path / "t", CHATML)
     good = {"prompt": "q", "completion": "a"}

@@ -124,6 +124,15 @@ def test_a_run_that_is_killed_between_renames_goes_on(folder: Path, tmp_path: Pa
         assert stored(out) == stored(tmp_path / "whole") and len(list(tmp_path.glob(f"out{after}*"))) == 6
 
 
+def test_standard_input_cannot_go_on(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What came through it is nowhere to compare: two inputs would be mixed."""
+    for command in ("chat", "preprocess"):
+        argv = [command, "--input", "-", "--output-prefix", str(tmp_path / "out"), "--tokenizer-model", str(folder)]
+        kind = ["--tokenizer-type", "HuggingFaceTokenizer"] if command == "preprocess" else []
+        assert data([*argv, *kind, "--resume"]) == 2
+        assert "--resume cannot go on with standard input" in capsys.readouterr().err and not list(tmp_path.glob("out*"))
+
+
 def test_an_input_that_changes_ends_the_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ A conversation for which one of this fails is a bad record.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,8 @@ SPEAKERS = {
     "tool": "tool",
 }
 _NAMES = ("role", "name")  # of a message, which say who speaks
+_SAY = ("content", "tool_calls", "function_call")  # of an answer; other keys are beside it
+_ROLE = re.compile(r"[\w-]+")  # templates write roles as they stand, and no special token is spelled so
 _REMEMBERED = 256  # characters; longer texts before a border are hardly seen again
 _SHOWN = 24  # characters on either side of a border in a message
 
@@ -69,7 +72,7 @@ class Conversation:
     @property
     def has_empty_answer(self) -> bool:
         """Whether a turn of the assistant says nothing at all, no call of a tool either."""
-        return any(m["role"] == ASSISTANT and not any(_says(v) for k, v in m.items() if k not in _NAMES) for m in self.messages)
+        return any(m["role"] == ASSISTANT and not any(_says(m.get(key)) for key in _SAY) for m in self.messages)
 
     @property
     def unknown_roles(self) -> list[str]:
@@ -94,12 +97,13 @@ def conversation_of(record: dict[str, Any], keys: Keys) -> Conversation:
         messages, read = [_spoken(m) for m in _list(record, "conversations")], {"conversations"}
     else:
         messages, read = _pair(record, keys)
-    if record.get("system") is not None and messages and messages[0]["role"] != "system":
+    if record.get("system") is not None and messages and all(m["role"] != "system" for m in messages):
+        read.add("system")
         messages = [{"role": "system", "content": text_of(record, "system")}, *messages]
     tools = record.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise BadRecord("the value of 'tools' is not an array")
-    unread = [key for key in record if key not in read and key not in ("system", "tools")]
+    unread = [key for key in record if key not in read and key != "tools" and (key != "system" or record[key])]
     if "conversations" in read:
         inside = {key: None for message in record["conversations"] if "from" in message for key in message}
         unread += [f"conversations.{key}" for key in inside if key not in ("from", "value")]
@@ -120,7 +124,11 @@ def _list(record: dict[str, Any], key: str) -> list[Any]:
 def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadRecord("a message is not an object with a string under 'role'")
+    if not _ROLE.fullmatch(message["role"]):
+        raise BadRecord("the 'role' of a message is no plain word", f" ({message['role'][:_SHOWN]!r})")
     content = message.get("content")
+    if content == []:
+        return {**message, "content": ""}
     if not (content is None or isinstance(content, (str, list))):
         raise BadRecord("the 'content' of a message is neither a string nor an array of parts")
     if content is None and not any(value for key, value in message.items() if key not in _NAMES):
@@ -174,6 +182,7 @@ def render(template: ChatTemplate, conversation: Conversation) -> Rendered:
     """The whole text, and where the assistant's turns are in it. Raises BadRecord."""
     messages, tools = conversation.messages, conversation.tools
     try:
+        messages = _without_none(template, messages, tools)
         whole = template.render(messages, tools)
         if any(isinstance(m["content"], list) and str(m["content"]) in whole.text for m in messages if m.get("content")):
             raise BadRecord("the template writes an array of parts as it stands: give the 'content' as a string")
@@ -194,6 +203,25 @@ def render(template: ChatTemplate, conversation: Conversation) -> Rendered:
     return replace(whole, marked=tuple(spans))
 
 
+def _without_none(template: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:
+    """The messages, those without content with an empty one if the template would write the word None, or fail.
+
+    There are templates that tell a call of a tool by its content being none, so it stays for those that look.
+    """
+    empty = [{**m, "content": ""} if m.get("content", "") is None else m for m in messages]
+    if empty == messages:
+        return messages
+    try:
+        without = template.render(empty, tools).text
+    except TemplateRefusal:
+        return messages
+    try:
+        text = template.render(messages, tools).text
+    except TemplateRefusal:
+        return empty
+    return empty if text.replace("None", "") == without.replace("None", "") else messages
+
+
 @dataclass(frozen=True)
 class Example:
     """A conversation for training.
@@ -201,16 +229,29 @@ class Example:
     Attributes:
         ids: int64 [tokens].
         mask: uint8 [tokens], 1 where the token counts as a target.
-        turns: of the assistant that count.
-        ended: how many of them end with a special token.
+        begins: of each turn of the assistant that counts, its first token and whether the template ends it with a special one.
         spells: whether a message spells a special token, which is text there.
     """
 
     ids: np.ndarray
     mask: np.ndarray
-    turns: int
-    ended: int
+    begins: tuple[tuple[int, bool], ...]
     spells: bool = False
+
+    @property
+    def turns(self) -> int:
+        """How many count."""
+        return len(self.begins)
+
+    @property
+    def ended(self) -> int:
+        """How many of them the template ends with a special token, which may be cut off."""
+        return sum(ended for _, ended in self.begins)
+
+    def cut(self, most: int) -> Example:
+        """The first tokens, and the turns that begin among them."""
+        left = tuple(begin for begin in self.begins if begin[0] < most)
+        return replace(self, ids=self.ids[:most], mask=self.mask[:most], begins=left)
 
 
 class ChatEncoder:
@@ -260,19 +301,19 @@ class ChatEncoder:
         special = {token for token, _, _ in tokens.special}
         stops = [stop for _, _, stop in tokens.special]
         mask = np.zeros(len(tokens.ids), dtype=np.uint8)
-        turns = ended = 0
+        begins = []
         try:
             for start, stop in rendered.marked:
                 if not by_marks:
                     stop = _without_space_behind(rendered.text, start, stop, stops)
                 first, last = (self._token_at(rendered, tokens, stops, at) for at in (start, stop))
                 mask[first:last] = 1
-                turns += last > first
-                ended += last > first and last - 1 in special
+                if last > first:
+                    begins.append((first, last - 1 in special))
         except BadRecord as why:
             return why
         mask[:1] = 0  # nothing predicts the first token
-        return Example(tokens.ids, mask, turns, ended, bool(rendered.plain))
+        return Example(tokens.ids, mask, tuple(begins), bool(rendered.plain))
 
     def _token_at(self, rendered: Rendered, tokens: Tokens, stops: list[int], at: int) -> int:
         """The first token behind a character; BadRecord where one lies across."""

@@ -125,7 +125,8 @@ def _examples(encoder: ChatEncoder, options: ChatOptions, lines: Lines, counts: 
 def _roles(unknown: Sequence[str]) -> str:
     """What is added to a reason where the roles are why."""
     shown = ", ".join(role[:24] for role in unknown[:3]) + (", ..." if len(unknown) > 3 else "")
-    return f" (roles {shown}; known are {', '.join(dict.fromkeys(SPEAKERS.values()))})" if unknown else ""
+    small = ", in small letters" if any(role.lower() in SPEAKERS.values() for role in unknown) else ""
+    return f" (roles {shown}; known are {', '.join(dict.fromkeys(SPEAKERS.values()))}{small})" if unknown else ""
 
 
 def _encoded(encoder: ChatEncoder, found: Sequence[tuple[int, bytes, Conversation]]) -> list[Example | BadRecord]:
@@ -160,7 +161,7 @@ def _by_rule(example: Example, options: ChatOptions, counts: Counts) -> Example 
         if options.too_long == "drop":
             counts.dropped[TOO_LONG] += 1
             return None
-        example = replace(example, ids=example.ids[:most], mask=example.mask[:most])
+        example = example.cut(most)
         if example.mask.any():
             counts.truncated += 1
     if not example.mask.any():

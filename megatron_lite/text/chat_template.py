@@ -101,6 +101,8 @@ class ChatTemplate:
             raise TemplateRefusal(f"{error}") from None
         except RecursionError:
             raise TemplateRefusal("nested too deeply") from None
+        except MemoryError:
+            raise TemplateRefusal("it needs more memory than there is") from None
         return _take_marks_out(text)
 
 

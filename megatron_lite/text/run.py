@@ -128,9 +128,11 @@ def run_job(
         AlreadyComplete: with ``resume`` and without ``overwrite``, where the outputs are there.
         BadInput: a bad record, a worker that died, or no document at all (a part may be empty); no output is left.
         FileExistsError: the output is there and ``overwrite`` is off; with ``resume``, one that this run would not have made.
-        ValueError: nothing of this kind to resume.
+        ValueError: nothing of this kind to resume, or standard input.
         OSError: the output cannot be written; none is left.
     """
+    if resume and STANDARD_INPUT in map(str, inputs):
+        raise ValueError("--resume cannot go on with standard input, of which nothing is known: give files")
     whole, files = shares(inputs, job.reading, part), _files(inputs)
     if part is not None and not whole:
         say(

@@ -135,7 +135,6 @@ def test_names_of_other_programs_are_understood() -> None:
     for name, ours in OTHER_NAMES.items():
         assert ours in known and name not in known, (name, ours)
     assert known.isdisjoint(ELSEWHERE)
-    assert "no file of conversations in --data-path" in refused("--chat-template my.jinja --data-path made")
     assert "data preprocess --json-keys beforehand" in refused("--json-keys body")
 
 

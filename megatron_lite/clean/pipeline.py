@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -95,6 +96,7 @@ class Run:
     ) -> None:
         self.pipeline, self.inputs, self.options, self.say = pipeline, list(inputs), options, say
         self.alone = options.parts == 1
+        self._number = uuid4().hex  # of this run alone
         self.stages = cut(pipeline, self.alone, options.keep_dropped is not None, options.skip_bad)
         self.work = WorkDirectory(options.work or output.with_name(f"{output.name}.work"), options.part, options.parts)
         self._worker = Worker(self.stages, self.work)
@@ -109,18 +111,28 @@ class Run:
         """What the output follows from; the same for all parts."""
         named = [path for step in self.pipeline.steps for path in step.kind.files(step.options)]
         named += [f"{step.options.against}/{SAVED_BY}" for _, step in self._corpus_steps() if step.options.against]
-        inputs = [{"path": "-"} if str(path) == STANDARD_INPUT else file_state(str(path)) for path in self.inputs]
         return {
             "program": __version__,
             "pipeline": self.pipeline.as_data(),
-            "inputs": inputs,
+            "inputs": [self._input_state(str(path)) for path in self.inputs],
             "files": [file_state(path) for path in named],
+            "outputs": [os.path.relpath(output.directory, self.work.path) for output in self.outputs()],
             "parts": self.options.parts,
             "shard_bytes": self.options.shard_bytes,
             "keep_dropped": self.options.keep_dropped is not None,
             "skip_bad": self.options.skip_bad,
             "reading": plain(self.options.reading),
         }
+
+    def _input_state(self, path: str) -> dict[str, Any]:
+        """As :func:`file_state`; what comes from standard input comes once, so no other run has the same."""
+        return {"path": path, "read by": self._number} if path == STANDARD_INPUT else file_state(path)
+
+    def _check_inputs(self, plan: Mapping[str, Any]) -> None:
+        """Raises BadInput when an input is not as it was when the run began."""
+        for state in plan["inputs"]:
+            if self._input_state(state["path"]) != state:
+                raise BadInput(f"{state['path']} has changed while it was read")
 
     def run(self) -> dict[str, Any] | None:
         """Do what this part can do; the report, or None when the output was complete before.
@@ -130,6 +142,7 @@ class Run:
             FileExistsError: the output is there and is another run's.
             PartsMissing, PlanDiffers: as of the work directory.
             StepFailed: a step raised.
+            OSError: shards have not as many documents as were counted; nothing stands under the output's name.
         """
         plan = self.plan()
         known_as = digest(plan)
@@ -143,7 +156,7 @@ class Run:
                     make = partial(Worker, self.stages, self.work)
                     self._pool = stack.enter_context(OrderedPool(self.options.workers, make))
                 for stage in self.stages:
-                    self._run_part(stage)
+                    self._run_part(stage, plan)
                     self._decide(stage)
                 last = len(self.stages)
                 if self.dropped is not None:
@@ -156,12 +169,14 @@ class Run:
                 shutil.rmtree(self.work.path, ignore_errors=True)
             raise
 
-    def _run_part(self, stage: Stage) -> None:
+    def _run_part(self, stage: Stage, plan: Mapping[str, Any]) -> None:
         """Take this part's documents through a stage, unless that has been done."""
         directory = self.work.part_directory(stage.number)
         if not directory.is_dir():
             with self.work.finishing(directory) as draft:
                 counts = self._run_stage(stage, draft)
+                if not stage.number:
+                    self._check_inputs(plan)
                 write_whole(draft / "counts.json", json.dumps(plain(counts)).encode())
         self.work.drops(stage.number).unlink(missing_ok=True)
         if stage.number:  # what the stage before left has been read
@@ -331,9 +346,10 @@ class Run:
             empty, bad = report["records"]["empty"], report["records"]["bad"]
             why = "".join(f"; {n:,} bad: {reason}" for reason, n in bad.items())
             raise BadInput(f"no document in {called(self.inputs)}: {empty:,} empty and {sum(bad.values()):,} bad records{why}")
-        self.documents.write(len(self.stages) - 1, known_as)
+        kept = report["total"]["documents_out"]
+        self.documents.write(len(self.stages) - 1, known_as, kept)
         if self.dropped is not None:
-            self.dropped.write(len(self.stages), known_as)
+            self.dropped.write(len(self.stages), known_as, report["total"]["documents_in"] - kept)
             self.dropped.publish(known_as)
         self._publish_saved(known_as)
         for (path, draft), data in zip(self._pages(), (as_html(report), as_json(report)), strict=False):

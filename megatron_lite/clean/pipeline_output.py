@@ -1,12 +1,14 @@
 """What a run leaves: directories of shards, complete or not there at all.
 
-Shards are gathered in ``NAME.tmp`` beside the directory, which is renamed when all are there. A part alone has written them
-already and they are moved; several parts have left their lines in a spool each, and anybody writes any shard from those, in a
-directory of its own first. Parts that come to the end at the same time do some work twice and never meet each other's halves.
+Shards are gathered in ``NAME.DIGEST.tmp`` beside the directory (the digest is the plan's, so that no run takes up
+another's), which is renamed when all are there. A part alone has written them already and they are moved; several parts have
+left their lines in a spool each, and anybody writes any shard from those, in a directory of its own first. Parts that come
+to the end at the same time do some work twice and never meet each other's halves.
 """
 
 from __future__ import annotations
 
+import errno
 import heapq
 import json
 import os
@@ -45,7 +47,6 @@ class Output:
     def __init__(self, directory: Path, work: WorkDirectory, shard_bytes: int) -> None:
         self.directory, self.shard_bytes = directory, shard_bytes
         self._work = work
-        self._draft = directory.with_name(f"{directory.name}.tmp")  # of all parts: whole files only
         self._own = directory.with_name(f"{directory.name}.{work.part}.tmp")  # of this part
 
     def is_complete(self, known_as: str) -> bool:
@@ -61,31 +62,44 @@ class Output:
                 return True
         raise FileExistsError(f"{self.directory} is there, and not from this run; remove it or give another")
 
-    def write(self, stage: int, known_as: str) -> None:
-        """Put the shards of what all parts left after a stage into the draft."""
+    def _draft(self, known_as: str) -> Path:
+        """Where the parts of the run of a plan gather what is finished: whole files only."""
+        return self.directory.with_name(f"{self.directory.name}.{known_as[:12]}.tmp")
+
+    def write(self, stage: int, known_as: str, documents: int) -> None:
+        """Put the shards of what all parts left after a stage into the draft.
+
+        Raises:
+            OSError: they have not as many documents as were counted.
+        """
+        draft = self._draft(known_as)
         with self._unless_complete(known_as):
             if self.is_complete(known_as):
                 return
-            (self._draft / INDEX).mkdir(parents=True, exist_ok=True)
+            (draft / INDEX).mkdir(parents=True, exist_ok=True)
             self.clear()
             (self._own / INDEX).mkdir(parents=True)
             sources = [directory / "documents" for directory in self._work.all_parts(stage)]
             if self._work.parts == 1:
-                for path in sorted(
-                    sources[0].glob("shard-*.jsonl.zst")
-                ):  # those that are not there have been moved before
-                    self._put(path)
+                for path in sources[0].glob("shard-*.jsonl.zst"):  # those that are not there have been moved before
+                    self._put(path, draft)
             else:
-                self._write_shards(sources)
-            write_list(self._draft, known_as, self._own / LIST)
+                self._write_shards(sources, draft)
+            found = write_list(draft, known_as, self._own / LIST)
+            if found != documents and not self.is_complete(known_as):
+                raise OSError(
+                    f"{draft} has {found:,} documents, but {documents:,} were counted; "
+                    f"remove it and {self._work.path}, and start again"
+                )
 
     def publish(self, known_as: str) -> None:
         """Give the draft its name."""
+        draft = self._draft(known_as)
         with self._unless_complete(known_as):
             if not self.directory.exists():
-                os.rename(self._draft, self.directory)
+                os.rename(draft, self.directory)
         self.clear()
-        shutil.rmtree(self._draft, ignore_errors=True)  # begun anew while another part gave it its name
+        shutil.rmtree(draft, ignore_errors=True)  # begun anew while another part gave it its name
 
     def clear(self) -> None:
         """Remove what this part has left half done."""
@@ -100,21 +114,27 @@ class Output:
             if not self.is_complete(known_as):
                 raise
 
-    def _put(self, path: Path) -> None:
+    def _put(self, path: Path, draft: Path) -> None:
         """Move a shard and its index, which comes first, into the draft; both are there whole or not at all."""
         for part in (index_path(path), path):
             name = part.relative_to(path.parent)
-            if part.exists():
-                if path.parent != self._own:  # by copying where the work directory is on another file system
-                    shutil.move(part, self._own / name)
-                os.replace(self._own / name, self._draft / name)
+            if not part.exists():
+                continue
+            try:
+                os.replace(part, draft / name)
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+                shutil.copyfile(part, self._own / name)  # the work directory is on another file system
+                os.replace(self._own / name, draft / name)
+                part.unlink()
 
-    def _write_shards(self, sources: Sequence[Path]) -> None:
+    def _write_shards(self, sources: Sequence[Path], draft: Path) -> None:
         files = [source / shard_name(0) for source in sources]
         readers = [FrameReader(file) for file in files if file.exists()]
         total = sum(reader.bytes for reader in readers)
         for number in self._work.share(-(-total // self.shard_bytes)):
-            if (self._draft / shard_name(number)).exists():
+            if (draft / shard_name(number)).exists():
                 continue
             start, end = number * self.shard_bytes, (number + 1) * self.shard_bytes
             pieces = _lines_of_shard(readers, start, end)
@@ -123,7 +143,7 @@ class Output:
                     writer.add(first)
                     for _, data in pieces:
                         writer.add(data)
-                self._put(self._own / shard_name(number))
+                self._put(self._own / shard_name(number), draft)
 
 
 def _lines_of_shard(readers: Sequence[FrameReader], start: int, end: int) -> Iterator[tuple[int, bytes]]:

@@ -155,8 +155,8 @@ def _plan_text(plan: Mapping[str, Any]) -> str:
 
 
 def digest(plan: Mapping[str, Any]) -> str:
-    """By what a plan is known. How many parts there are changes nothing of what is written."""
-    return sha256(_plan_text({key: plan[key] for key in plan if key != "parts"}).encode()).hexdigest()
+    """By what a plan is known. How many parts there are, and where the shards go, changes nothing of what is written."""
+    return sha256(_plan_text({key: plan[key] for key in plan if key not in ("parts", "outputs")}).encode()).hexdigest()
 
 
 def _differences(old: Any, new: Any, where: str) -> list[str]:

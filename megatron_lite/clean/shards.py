@@ -213,15 +213,19 @@ class FrameReader:
         return text
 
 
-def write_list(directory: Path, plan: str, draft: Path | None = None) -> None:
-    """Write the list of a directory's shards; ``plan`` is the digest of what made them, ``draft`` as of write_whole."""
+def write_list(directory: Path, plan: str, draft: Path | None = None) -> int:
+    """Write the list of a directory's shards, in the order of their numbers, and return how many lines they have.
+
+    ``plan`` is the digest of what made them, ``draft`` as of write_whole.
+    """
     (directory / INDEX).mkdir(exist_ok=True)
-    shards = []
-    for path in sorted(directory.glob("shard-*.jsonl.zst")):
+    shards: list[dict[str, Any]] = []
+    for path in sorted(directory.glob("shard-*.jsonl.zst"), key=lambda path: (len(path.name), path.name)):
         reader = FrameReader(path)
         shards.append({"name": path.name, "lines": reader.lines, "bytes": reader.bytes})
     data = {"format": "megatron-lite shards", "version": 1, "plan": plan, "shards": shards}
     write_whole(directory / INDEX / LIST, json.dumps(data, indent=1).encode() + b"\n", draft)
+    return sum(shard["lines"] for shard in shards)
 
 
 class ShardReader:

@@ -19,6 +19,7 @@ and unpacked, as blocks are asked for: memory does not grow with the file, excep
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -189,7 +190,7 @@ def expand_inputs(arguments: Sequence[str], flag: str = "--input") -> list[Path]
             files += _below(argument, flag)
         elif has_magic(argument) and not path.exists():
             _refuse_unreadable(path, flag)
-            found = sorted(Path(f) for f in glob(argument, recursive=True))
+            found = sorted(map(Path, glob(argument, recursive=True)), key=_in_order)
             if not found:
                 raise ValueError(f"{flag} {argument}: no file matches; supported are {SUPPORTED}")
             files += [f for f in found if not f.is_dir()]
@@ -230,6 +231,12 @@ def _refuse_unreadable(pattern: Path, flag: str) -> None:
                 raise PermissionError(f"{flag} {pattern}: {place} cannot be read (no permission)")
 
 
+def _in_order(path: Path) -> Path:
+    """What a file is sorted by: its name, and a shard's number, which from 100,000 on has more digits than the others'."""
+    number = re.fullmatch(r"shard-(\d{5,})\.jsonl\.zst", path.name)
+    return path.with_name(f"shard-{number[1]:0>12}.jsonl.zst") if number else path
+
+
 def _below(directory: str, flag: str) -> list[Path]:
     """Files of a directory, recursively, in the order of their names."""
     files: list[Path] = []
@@ -240,7 +247,7 @@ def _below(directory: str, flag: str) -> list[Path]:
             raise ValueError(f"{flag} {directory}: {top} is reached a second time, through a link")
         seen.add(real)
         files += [Path(top, n) for n in inside if not n.startswith(".") and n != "_SUCCESS"]
-    files.sort()
+    files.sort(key=_in_order)
     unknown = [str(f) for f in files if name_of(f) is None]
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""

@@ -1,0 +1,149 @@
+"""What an ended cleaning run leaves on the disk is never taken for another's, and never lost."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clean_pipelines import files_of, killed_at, lines_of, one_run, records, write_corpus
+
+from megatron_lite.clean import pipeline
+from megatron_lite.clean.config import Pipeline, StepConfig
+from megatron_lite.clean.normalise import Normalise, NormaliseOptions
+from megatron_lite.clean.pipeline_output import Output
+from megatron_lite.clean.pipeline_work import PlanDiffers
+from megatron_lite.clean.shards import INDEX, LIST, ShardWriter, shard_name, write_list
+from megatron_lite.text.inputs import expand_inputs
+from megatron_lite.text.records import BadInput
+
+KEEP = Pipeline((StepConfig("normalise", NormaliseOptions(), Normalise),))
+
+
+def clean(place: Path, paths: list[Path], **options: Any) -> Any:
+    return one_run(place, paths, steps=KEEP, **{"shard_bytes": 2000, "keep_dropped": None, "json": None, **options})
+
+
+def ended_before(what: str, place: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """A run that ends before it writes its shards to the draft, or where they are all there, before it publishes them."""
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Output, what, end)
+        clean(place, paths, **options)
+
+
+def test_the_draft_of_another_run_is_not_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = write_corpus(tmp_path, 100)
+    ended_before("publish", tmp_path, paths, monkeypatch)
+    shutil.rmtree(tmp_path / "out.work")
+    clean(tmp_path, paths[:1])
+    assert [r["id"] for r in lines_of(tmp_path / "out")] == [r["id"] for r in records(paths[:1]) if r["text"].strip()]
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_kill_while_shards_are_moved_loses_none(tmp_path: Path, far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the work directory is on another file system."""
+    paths, replace = write_corpus(tmp_path, 25), os.replace
+
+    def on_two_file_systems(source: Any, target: Any) -> None:
+        if "stage-" in str(source) and ".work" not in str(target):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        replace(source, target)
+
+    if far:
+        monkeypatch.setattr(os, "replace", on_two_file_systems)
+    clean(tmp_path, paths)
+    ended, kills = tmp_path / "ended", 0
+    ended.mkdir()
+    ended_before("write", ended, paths, monkeypatch)
+    for moment in range(10**6):
+        place = tmp_path / f"killed-{moment}"
+        shutil.copytree(ended, place)
+        if killed_at(moment, lambda place=place: clean(place, paths)) == 0:  # type: ignore[misc]
+            break
+        kills += 1
+        clean(place, paths)
+        assert files_of(place / "out") == files_of(tmp_path / "out")
+    assert kills > 9
+
+
+def test_a_work_directory_serves_one_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, other = write_corpus(tmp_path, 40), tmp_path / "other"
+    other.mkdir()
+    ended_before("publish", tmp_path, paths, monkeypatch, work=tmp_path / "work")
+    with pytest.raises(PlanDiffers, match="outputs 1: '../out' then, '../other/out' now"):
+        clean(other, paths, work=tmp_path / "work")
+    clean(tmp_path, paths, work=tmp_path / "work")
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_nothing_is_published_that_has_not_all_documents(tmp_path: Path, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_a_shard_gone(draft: Path, *more: Any) -> int:
+        (draft / shard_name(1)).unlink(missing_ok=True)
+        return write_list(draft, *more)
+
+    monkeypatch.setattr("megatron_lite.clean.pipeline_output.write_list", with_a_shard_gone)
+    paths, code = write_corpus(tmp_path, 60), 0
+    for part in range(parts):
+        try:
+            one_run(tmp_path, paths, part, parts, KEEP, shard_bytes=2000, keep_dropped=None)
+        except OSError as error:
+            assert "were counted" in str(error)
+            code = 1
+        except RuntimeError:
+            pass  # the other part has not come as far
+    assert code and not (tmp_path / "out").exists() and not (tmp_path / "out.html").exists()
+
+
+def test_an_input_that_changes_while_it_is_read_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, read = write_corpus(tmp_path, 40), pipeline.input_blocks
+
+    def and_it_grows(*arguments: Any) -> Any:
+        yield from read(*arguments)
+        with open(paths[1], "a") as file:
+            file.write(json.dumps({"text": "one more came"}) + "\n")
+
+    monkeypatch.setattr(pipeline, "input_blocks", and_it_grows)
+    with pytest.raises(BadInput, match=r"1\.jsonl has changed while it was read"):
+        clean(tmp_path, paths)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_standard_input_is_never_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def from_standard_input(text: str) -> None:
+        data = io.TextIOWrapper(io.BytesIO(json.dumps({"text": text}).encode() + b"\n"))
+        monkeypatch.setattr(sys, "stdin", data)
+
+    from_standard_input("the first")
+    ended_before("publish", tmp_path, [Path("-")], monkeypatch)
+    from_standard_input("the second")
+    with pytest.raises(PlanDiffers, match="to start over, remove it"):
+        clean(tmp_path, [Path("-")])
+    shutil.rmtree(tmp_path / "out.work")
+    clean(tmp_path, [Path("-")])
+    assert lines_of(tmp_path / "out") == [{"text": "the second"}]
+    from_standard_input("the third")
+    with pytest.raises(FileExistsError, match="not from this run"):
+        clean(tmp_path, [Path("-")])
+
+
+def test_shards_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    names = [shard_name(number) for number in (9, 99_999, 100_000, 1_000_000)]
+    for name in names:
+        with ShardWriter(tmp_path) as writer:
+            writer.add(b'{"text": "a"}\n')
+        (tmp_path / shard_name(0)).rename(tmp_path / name)
+        (tmp_path / INDEX / f"{shard_name(0)}.json").rename(tmp_path / INDEX / f"{name}.json")
+    assert write_list(tmp_path, "plan") == 4
+    assert [shard["name"] for shard in json.loads((tmp_path / INDEX / LIST).read_text())["shards"]] == names
+    for argument in (str(tmp_path), f"{tmp_path}/*.zst"):
+        assert [path.name for path in expand_inputs([argument])] == names

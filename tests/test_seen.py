@@ -194,6 +194,18 @@ def test_every_saved_file_is_looked_at_before_a_run(tmp_path):
     assert Bloom.problems(options) == [f"against {options.against}: {path} is missing"]
 
 
+def test_exchanged_buckets_are_refused(tmp_path):
+    for kind, options in KINDS:
+        saved = tmp_path / kind.name
+        drive(lambda kind=kind, options=options: kind(options()), corpus(3, 200, length=4), tmp_path, save=str(saved))
+        one, two = (Path(bucket_path(str(saved), bucket)) for bucket in (3, 4))
+        kept = one.read_bytes()
+        one.write_bytes(two.read_bytes())
+        two.write_bytes(kept)
+        (problem,) = kind.problems(options(against=str(saved)))
+        assert f"{one} is of bucket 4, not 3: files were exchanged" in problem
+
+
 def test_options_that_cannot_work():
     for options, said in [
         (BloomOptions(expected=0), "expected: 0 must be at least 1"),

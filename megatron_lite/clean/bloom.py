@@ -106,12 +106,13 @@ class Bloom(Seen):
     def save(self, bucket: int, path: str) -> None:
         found = self._filter(bucket)
         data = np.frombuffer(found.bits.save_bytes(), np.uint8)
-        write_bucket_file(path, {"settings": self.settings(), "held": found.held}, {"filter": [data]})
+        about = {"settings": self.settings(), "bucket": bucket, "held": found.held}
+        write_bucket_file(path, about, {"filter": [data]})
 
     def load(self, bucket: int, path: str) -> None:
         import rbloom
 
-        file = open_bucket_file(path, self.settings())
+        file = open_bucket_file(path, self.settings(), bucket)
         bits = rbloom.Bloom.load_bytes(file.read("filter").tobytes(), index)
         self._filters[bucket] = _Filter(bits, file.about["held"], file.about["held"])
 

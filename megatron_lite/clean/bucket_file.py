@@ -104,7 +104,7 @@ def against_problems(directory: str, settings: Mapping[str, Any]) -> list[str]:
         return []
     for bucket in range(settings["buckets"]):
         try:
-            open_bucket_file(bucket_path(directory, bucket), settings)
+            open_bucket_file(bucket_path(directory, bucket), settings, bucket)
         except FileNotFoundError as error:
             return [f"against {directory}: {error.filename} is missing"]
         except ValueError as error:
@@ -112,11 +112,11 @@ def against_problems(directory: str, settings: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def open_bucket_file(path: str, settings: Mapping[str, Any]) -> BucketFile:
-    """A file whose writer had the same settings (``about["settings"]``).
+def open_bucket_file(path: str, settings: Mapping[str, Any], bucket: int) -> BucketFile:
+    """The file of a bucket (``about["bucket"]``) whose writer had the same settings (``about["settings"]``).
 
     Raises:
-        ValueError: names each setting that differs, with both values.
+        ValueError: names each setting that differs, with both values, or the bucket that it is.
     """
     file = BucketFile(path)
     theirs: Mapping[str, Any] = file.about.get("settings", {})
@@ -126,4 +126,6 @@ def open_bucket_file(path: str, settings: Mapping[str, Any]) -> BucketFile:
     differ = [f"{n}: {theirs.get(n)} there, {settings.get(n)} here" for n in names if theirs.get(n) != settings.get(n)]
     if differ:
         raise ValueError(f"{path} was made with other settings and cannot be compared with ({'; '.join(differ)})")
+    if file.about.get("bucket") != bucket:
+        raise ValueError(f"{path} is of bucket {file.about.get('bucket')}, not {bucket}: files were exchanged; save anew")
     return file

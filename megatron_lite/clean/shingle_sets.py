@@ -106,7 +106,8 @@ class SavedSets:
     def read(self, home: int, corpus: int, number: int) -> np.ndarray:
         """The set of a document of an earlier corpus: uint32 [n]."""
         if home not in self._buckets:
-            self._buckets[home] = _SavedBucket(open_bucket_file(bucket_path(self._directory, home), self._settings))
+            path = bucket_path(self._directory, home)
+            self._buckets[home] = _SavedBucket(open_bucket_file(path, self._settings, home))
         return self._buckets[home].read(corpus, number)
 
 

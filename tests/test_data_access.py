@@ -109,6 +109,27 @@ def test_a_replaced_file_has_new_blocks(tmp_path):
     assert np.array_equal(IndexedDataset(name, Access(cache=tmp_path / "cache")).read(0, 100), other.read(0, 100))
 
 
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_a_file_that_is_replaced_during_a_run_ends_it(tmp_path, kind):
+    local = write(tmp_path / "a")
+    write(tmp_path / "b", seed=1)
+    name = f"file://{tmp_path}/a" if kind == "file" else upload(tmp_path / "a", "midway/a")
+    old = (tmp_path / "a.bin").read_bytes()
+    stored = IndexedDataset(name, Access(cache=tmp_path / "cache"))
+    assert np.array_equal(stored.read(0, 9), local.read(0, 9))
+    new = (tmp_path / "b.bin").read_bytes()[: len(old)].ljust(len(old))
+    if kind == "file":
+        (tmp_path / "new").write_bytes(new)
+        os.replace(tmp_path / "new", tmp_path / "a.bin")
+    else:
+        fsspec.filesystem("memory").pipe_file("/midway/a.bin", new)
+    assert stored.read(0, 9).astype("<i4").tobytes() == old[:36]  # in the cache
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"{name}.bin has changed in the store since it was opened"):
+            stored.read(BLOCK // 4, BLOCK // 4 + 9)
+    assert len(blocks(tmp_path / "cache")) == 1
+
+
 def test_the_cache_is_bounded_and_keeps_what_was_used_last(tmp_path):
     local, name = write(tmp_path / "a", 5_000_000), upload(tmp_path / "a", "bound/a")  # 20 blocks
     limit = 8 * BLOCK

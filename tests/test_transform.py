@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,7 @@ def test_any_layout_and_any_start_gives_the_same_rows(workers: int) -> None:
         (lambda r, g: replace(r, loss_mask=np.ones(25)), r"gave a loss mask of shape \[25\], not \[24\]"),
         (lambda r, g: replace(r, loss_mask=np.full(24, 0.5)), "gave a loss mask with other values than 0 and 1"),
         (lambda r, g: replace(r, loss_mask=np.full(24, 2, np.uint8)), "gave a loss mask with other values than 0 and 1"),
+        (lambda r, g: sys.exit(3), r"SystemExit: 3 \(.*test_transform.py:\d+\)"),
         (lambda r, g: 1 / 0, r"ZeroDivisionError: division by zero \(.*test_transform.py:\d+\)"),
     ],
 )

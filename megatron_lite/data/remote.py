@@ -7,7 +7,8 @@ more than their bound, the ones that were not used for longest (to the hour) are
 that more than eight of them can be above it for a while). A reader that finds a block
 gone or damaged fetches it again. ``.idx`` is copied whole, since the search for documents jumps in it.
 
-A file is known by its address and what the store says of it (size, date, ETag): one that is replaced has new blocks.
+A file is known by its address and what the store says of it (size, date, ETag): one that is replaced has new blocks. One that
+is replaced while a run reads it ends the run: the store is asked after every fetch, and no block of another file is kept.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _STRIPES = 64
 _TRIES = 3
 _TOUCH_SECONDS = 3600
 _KEEP = 7 / 8  # of the bound, when blocks are removed
+_STATE = ("etag", "lastmodified", "last_modified", "last-modified", "mtime", "ino")  # of a file, in lower case; not when it was read
 _CHECK_EVERY = 64  # a process looks at the size of the cache when it has added a 64th of the bound: eight add what is not kept
 
 
@@ -48,9 +50,9 @@ class RemoteFile:
         key: 32 hexadecimal digits that change when the file does.
     """
 
-    def __init__(self, name: str, filesystem: Any, path: str, size: int) -> None:
-        self.name, self.size, self._filesystem, self._path = name, size, filesystem, path
-        self.key = hashlib.sha256(f"{name}\0{size}\0{filesystem.ukey(path)}".encode()).hexdigest()[:32]
+    def __init__(self, name: str, filesystem: Any, path: str) -> None:
+        self.name, self._filesystem, self._path = name, filesystem, path
+        self.size, self.key = self._look()
 
     @classmethod
     def find(cls, name: str) -> RemoteFile | None:
@@ -63,7 +65,7 @@ class RemoteFile:
             from fsspec.core import url_to_fs
 
             filesystem, path = url_to_fs(name)
-            return cls(name, filesystem, path, int(filesystem.info(path)["size"]))
+            return cls(name, filesystem, path)
         except FileNotFoundError:
             return None
         except ImportError as error:
@@ -74,8 +76,21 @@ class RemoteFile:
         except Exception as error:  # each store has its own
             raise ValueError(f"{name} cannot be opened: {type(error).__name__}: {error}") from error
 
+    def _look(self) -> tuple[int, str]:
+        """Size and key of what is there now."""
+        self._filesystem.invalidate_cache(self._path)
+        info = self._filesystem.info(self._path)
+        state = {name: str(info[name]) for name in sorted(info) if name.lower() in _STATE}
+        known = state or self._filesystem.ukey(self._path)
+        return int(info["size"]), hashlib.sha256(f"{self.name}\0{info['size']}\0{known}".encode()).hexdigest()[:32]
+
     def fetch(self, start: int, stop: int) -> bytes:
-        """Bytes [start, stop); tried three times. ConnectionError where the store does not give them."""
+        """Bytes [start, stop); tried three times.
+
+        Raises:
+            ConnectionError: the store does not give them.
+            ValueError: it has another file under the name now.
+        """
         stop = min(stop, self.size)
         reason = ""
         for attempt in range(_TRIES):
@@ -83,9 +98,12 @@ class RemoteFile:
                 time.sleep(2.0 ** (attempt - 1))
             try:
                 data = bytes(self._filesystem.cat_file(self._path, start=start, end=stop))
+                key = self._look()[1]
             except Exception as error:  # noqa: BLE001  each store has its own
                 reason = f"{type(error).__name__}: {error}"
                 continue
+            if key != self.key:
+                raise ValueError(f"{self.name} has changed in the store since it was opened: its tokens would be mixed; start again")
             if len(data) == stop - start:
                 return data
             reason = f"{len(data)} bytes came"
@@ -159,7 +177,7 @@ class CachedFile:
         self._directory = cache.directory / remote.key
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes [start, stop); ConnectionError where the store does not give them."""
+        """Bytes [start, stop); raises what :meth:`RemoteFile.fetch` does."""
         if stop > self.size:
             raise ValueError(f"{self._remote.name} ends at byte {self.size}, before {stop}")
         parts = []

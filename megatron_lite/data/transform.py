@@ -79,7 +79,7 @@ class TransformedRows:
         generator = np.random.Generator(np.random.Philox(key=np.array([self._key, j], dtype=np.uint64)))
         try:
             after = self.transform.function(before, generator)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit in it would end a process without a word of where
             raise ValueError(f"{what}: {type(error).__name__}: {error}{_place(error)}") from error
         wrong = row_problem(after, len(before.tokens) - 1, self.vocab_size)
         if wrong is not None:
@@ -87,7 +87,7 @@ class TransformedRows:
         return replace(after, tokens=np.ascontiguousarray(after.tokens, dtype=np.int64), index=before.index)
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Where it was raised, unless that is our call."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return "" if last.filename == __file__ else f" ({last.filename}:{last.lineno})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -282,6 +283,15 @@ def test_inputs_and_config_are_checked_before_anything_is_read(good: list[str], 
     assert run(good) == CONFIGURATION
     assert "clean.yaml:1: masks: unknown step" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_name_that_is_not_utf8_is_refused(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = os.fsdecode(bytes(tmp_path) + b"/caf\xe9.jsonl")
+    Path(name).write_text('{"text": "a"}\n', encoding="utf-8")
+    good[good.index("--input") + 1] = name
+    assert run(good) == CONFIGURATION
+    assert "caf\\udce9.jsonl': the name of the file is not UTF-8; rename it" in capsys.readouterr().err
+    assert not Path(good[good.index("--output") + 1]).exists()
 
 
 def test_a_full_disk_is_no_traceback(good: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ import zstandard
 
 from megatron_lite.clean import shards
 from megatron_lite.clean.shards import FrameFile, FrameReader, ShardReader, ShardWriter, index_path, write_list
+from megatron_lite.text.frames import fitting_index
 from megatron_lite.text.inputs import InputOptions, Lines, expand_inputs, open_input
 
 
@@ -113,7 +116,7 @@ def test_damage_is_told(tmp_path: Path, lines: list[bytes]) -> None:
     directory = write(tmp_path / "s", lines)
     path = directory / "shard-00001.jsonl.zst"
     reader = FrameReader(path)
-    data = bytearray(path.read_bytes())
+    data = bytearray(whole := path.read_bytes())
     data[reader.frames[2].offset + 30] ^= 255
     path.write_bytes(data)
     reader.line(reader.frames[2].line - 1)
@@ -122,6 +125,20 @@ def test_damage_is_told(tmp_path: Path, lines: list[bytes]) -> None:
     path.write_bytes(data[:-20])
     with pytest.raises(ValueError, match="damaged or cut off"):
         reader.line(reader.lines - 1)
+    path.write_bytes(whole)
+    index = json.loads(index_path(path).read_bytes())
+    second = index["frames"][2][1]
+    for frame, column, change in [(0, 0, 1), (0, 1, 1), (0, 2, 5), (2, 1, -second), (2, 0, 1 << 40), (-1, 1, 1 << 40), (1, 2, -(9**9))]:
+        wrong = copy.deepcopy(index)
+        wrong["frames"][frame][column] += change
+        index_path(path).write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=r"shard-00001.*json: damaged"):
+            FrameReader(path)
+        assert fitting_index(path) is None
+    index["frames"][2][1] += 1  # rises still
+    index_path(path).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"shard-00001.*frame 2 has \d+ lines, its index says \d+"):
+        FrameReader(path).line(index["frames"][2][1] + 1)
     index_path(path).unlink()
     with pytest.raises(FileNotFoundError, match="index .* is missing"):
         FrameReader(path)

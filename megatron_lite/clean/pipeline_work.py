@@ -177,6 +177,10 @@ def _differences(old: Any, new: Any, where: str) -> list[str]:
 
 
 def file_state(path: str) -> dict[str, Any]:
-    """By what a change of a file is noticed."""
+    """By what a change of a file is noticed. ValueError: its name is no UTF-8, which plan and report are."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{path!r}: the name of the file is not UTF-8; rename it") from None
     state = os.stat(path)
     return {"path": path, "bytes": state.st_size, "changed": state.st_mtime_ns}

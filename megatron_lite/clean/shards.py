@@ -210,6 +210,9 @@ class FrameReader:
             raise ValueError(f"{self.path}: damaged or cut off in frame {number} ({error})") from None
         if len(text) != size:
             raise ValueError(f"{self.path}: frame {number} has {len(text)} bytes of text, its index says {size}")
+        expected = (self.lines if last else self.frames[number + 1].line) - self.frames[number].line
+        if (lines := count_lines(text, 0, size)) != expected:
+            raise ValueError(f"{self.path}: frame {number} has {lines} lines, its index says {expected}")
         return text
 
 

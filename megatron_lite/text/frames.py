@@ -1,13 +1,14 @@
 """Files of zstd frames with an index, which can be read from their middle: the shards of :mod:`megatron_lite.clean.shards`.
 
 Each frame holds whole lines. The index, ``.index/NAME.json`` beside the file, has for each frame where it begins in the file,
-which line is its first, and where its text begins in the text of the file.
+which line is its first, and where its text begins in the text of the file: all three rise, from 0.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -48,11 +49,17 @@ def read_index(path: Path) -> FrameIndex:
     """The index of a file of frames. Raises FileNotFoundError: it has none; ValueError: its index is none."""
     try:
         index = json.loads(index_path(path).read_bytes())
-        return FrameIndex(int(index["lines"]), int(index["bytes"]), [Frame(*frame) for frame in index["frames"]])
+        frames = [Frame(*map(int, frame)) for frame in index["frames"]]
+        found = FrameIndex(int(index["lines"]), int(index["bytes"]), frames)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: its index {index_path(path)} is missing") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{index_path(path)}: not the index of a shard") from None
+    columns = [[f.offset for f in frames], [f.line for f in frames] + [found.lines], [f.start for f in frames] + [found.bytes]]
+    for column in columns:
+        if column[:1] not in ([], [0]) or any(a >= b for a, b in pairwise(column)):
+            raise ValueError(f"{index_path(path)}: damaged (its frames do not begin at 0, or do not rise)")
+    return found
 
 
 def fitting_index(path: Path) -> FrameIndex | None:

@@ -148,12 +148,12 @@ def functions(rate: float) -> int:
     return int.from_bytes(new_filter(64, rate).save_bytes()[:8], "little")
 
 
-def error_rate(shown: float, bits: int, k: int) -> float:
-    """Probability that a filter takes a new unit for an old one after so many were shown: (1 - exp(-k n / m))^k."""
-    return float((1 - math.exp(-k * shown / bits)) ** k)
+def error_rate(n: float, bits: int, k: int) -> float:
+    """Probability that a filter takes a new unit for an old one after n were shown: (1 - exp(-k n / m))^k."""
+    return float((1 - math.exp(-k * n / bits)) ** k)
 
 
-def shown(held: int, bits: int, k: int) -> float:
+def shown(held: float, bits: int, k: int) -> float:
     """How many new units a filter was shown when it holds ``held``: dn / dh = 1 / (1 - p(n)), by the midpoint rule.
 
     A filter that takes all but one in 1,000 new units for old ones may have been shown any number; it is told for that p.
@@ -165,7 +165,7 @@ def shown(held: int, bits: int, k: int) -> float:
     return n
 
 
-def wrong_drops(before: int, held: int, bits: int, k: int) -> float:
+def wrong_drops(before: float, held: float, bits: int, k: int) -> float:
     """Expected number of units that were dropped wrongly while a filter grew."""
     return (shown(held, bits, k) - held) - (shown(before, bits, k) - before)
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.cli.corpus import add_reading_flags, status_of, strict
+from megatron_lite.cli.corpus import add_reading_flags, at_least_one, status_of, strict
 from megatron_lite.config.exit_codes import DONE, WAITING
 from megatron_lite.text.shares import parse_part
 
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     text = "leave bad records out and count them by reason (default: stop at the first)"
     data.add_argument("--skip-bad", action="store_true", help=text)
     run = p.add_argument_group("running")
-    run.add_argument("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
+    run.add_argument("--workers", type=at_least_one, default=1, metavar="N", help="processes (default: 1)")
     text = "do the I-th of N parts of the input, from 0; all parts are started with the same options (default: 0/1)"
     run.add_argument("--part", default="0/1", metavar="I/N", help=text)
     text = "seconds to wait for other parts, before ending to be started again (default: 0)"
@@ -69,8 +69,6 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         args.part = parse_part(args.part)
     except ValueError as error:
         p.error(str(error))
-    if args.workers < 1:
-        p.error(f"--workers {args.workers}: give at least 1")
     if args.wait < 0:
         p.error(f"--wait {args.wait}: give 0 or more seconds")
     if not args.output.strip("/ "):
@@ -95,7 +93,7 @@ def run(argv: Sequence[str]) -> int:
     return status_of(
         partial(_run, args),
         f"nothing was written to {args.output}",
-        interrupted="the same command goes on",
+        interrupted="what was read of standard input is lost" if "-" in args.input else "the same command goes on",
         failures=(StepFailed, OSError),
     )
 

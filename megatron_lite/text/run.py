@@ -174,21 +174,7 @@ def run_job(
         first = next(source, None)
         job.begin(None if first is None else first[1], say)
         stream = Stream(source if first is None else chain([first], source), job.reading)
-        written_down, when = total.bytes, monotonic()
-        for encoded in job.encoded(stream, workers, stack):
-            share, block = stream.given.popleft()
-            if encoded.failure is not None:
-                number = encoded.failure.number + stream.numbers_before(share)
-                raise BadInput(f"{block.file}:{number}: {encoded.failure.what}")
-            if total.bytes - written_down >= _FINISHED_BYTES or monotonic() - when >= _FINISHED_SECONDS:
-                states_now = [writer.state() for writer in writers]
-                journal.add(Finished(place_of(share.file, block), taken, total, states_now))
-                written_down, when = total.bytes, monotonic()
-            for writer, column in zip(writers, encoded.columns, strict=True):
-                writer.add_documents(column.tokens, column.lengths, column.sequences)
-            total.add(encoded.counts)
-            taken = _taken(whole, share, block)
-            progress.show(total, taken)
+        taken = _write_all(job.encoded(stream, workers, stack), stream, writers, journal, progress, whole, total, taken)
         if not total.documents and part is None:
             what = [f"no {job.called} were written: {called(inputs)} of {max(total.bytes, size):,} bytes"]
             raise BadInput("; ".join(what + total.skipped()))
@@ -197,6 +183,34 @@ def run_job(
         outputs = [writer for writer in writers if writer.prefix in job.outputs]
         _publish(outputs, journal, Finished(Place(len(inputs), 0), taken, total, []), keep=resume)
     return total
+
+
+def _write_all(
+    results: Iterator[Encoded],
+    stream: Stream,
+    writers: Sequence[IndexedWriter],
+    journal: Journal,
+    progress: Progress,
+    whole: Sequence[Share],
+    total: Counts,
+    taken: int,
+) -> int:
+    """Write what workers made, in order, add to the counts, and write down what is finished; bytes taken at the end."""
+    written_down, when = total.bytes, monotonic()
+    for encoded in results:
+        share, block = stream.given.popleft()
+        if encoded.failure is not None:
+            number = encoded.failure.number + stream.numbers_before(share)
+            raise BadInput(f"{block.file}:{number}: {encoded.failure.what}")
+        if total.bytes - written_down >= _FINISHED_BYTES or monotonic() - when >= _FINISHED_SECONDS:
+            journal.add(Finished(place_of(share.file, block), taken, total, [writer.state() for writer in writers]))
+            written_down, when = total.bytes, monotonic()
+        for writer, column in zip(writers, encoded.columns, strict=True):
+            writer.add_documents(column.tokens, column.lengths, column.sequences)
+        total.add(encoded.counts)
+        taken = _taken(whole, share, block)
+        progress.show(total, taken)
+    return taken
 
 
 def _found_complete(output: str, job: Job, inputs: Sequence[Path]) -> str:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_lite.config.text_files import DAT, LINES, PARQUET, PLAIN, STANDARD_INPUT, SUPPORTED, TAR, name_of
-from megatron_lite.text.records import BadRecord
+from megatron_lite.text.records import BadRecord, count_lines
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def open_input(path: str | Path, options: InputOptions, start: int = 0, stop: in
 def lines_before(path: str | Path, options: InputOptions, start: int) -> int:
     """How many lines begin before an unpacked byte of a file of JSON lines; reads what is before it."""
     return sum(
-        block.data.count(b"\n") + (not block.data.endswith(b"\n"))
+        count_lines(block.data) + (not block.data.endswith(b"\n"))
         for block in open_input(path, options, stop=start)
         if isinstance(block, Lines)
     )

@@ -29,7 +29,7 @@ from megatron_lite.text.inputs import STANDARD_INPUT, Block, InputOptions, Lines
 from megatron_lite.text.journal import Finished, Identity, Journal
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.progress import Progress
-from megatron_lite.text.records import BadInput
+from megatron_lite.text.records import BadInput, count_lines
 from megatron_lite.text.shares import Part, Place, Share, after, numbers_before, place_of, read, shares
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Stream:
         """What workers get."""
         records = compared = 0  # those that were given out, and those of them that are to be compared
         for share, block in self.blocks:
-            records += block.data.count(b"\n") if isinstance(block, Lines) else len(block)
+            records += count_lines(block.data) if isinstance(block, Lines) else len(block)
             due = records // _COMPARED - compared
             compared += due
             self.given.append((share, block))

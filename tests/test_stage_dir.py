@@ -145,7 +145,7 @@ def test_what_a_run_stages(tmp_path):
         writer.add_document([1])
     data = DataConfig(data_path=("0.5", a, "0", b, "0.5", c), stage_dir=str(tmp_path / "stage"))
     access, lines = open_access(data)
-    assert set(access.staged) == {a, mask_prefix(a), c} and "0.00 GiB of which were copied now" in lines[0]
+    assert set(access.staged) == {a, mask_prefix(a), c} and lines[1] == "0.00 GiB were copied there now"
     assert set(open_access(dataclasses.replace(data, curriculum="later.yaml"))[0].staged) == {a, mask_prefix(a), b, c}
     assert open_access(DataConfig(data_path=(a,)))[0].staged == {}
     assert access.exists(mask_prefix(a)) and not access.exists(mask_prefix(c))

@@ -118,17 +118,18 @@ def train_here(
 
 
 def opened_in(folders: list[str], flags: str) -> str:
-    """What this rank says when it opens its data in a directory of its own: nothing, or the error."""
+    """What this rank says when it opens its data in a directory of its own: the start-up text, or the error."""
     info = info_here()
     with contextlib.chdir(folders[info.rank]):
         config, mesh = load(shlex.split(flags)).config, ProcessMesh.open(Layout(dp=info.world_size))
         try:
-            open_data(config, mesh, BatchSchedule.constant(4), 4, 16).close()
+            data = open_data(config, mesh, BatchSchedule.constant(4), 4, 16)
+            data.close()
         except ValueError as error:
-            return str(error)
+            return f"error: {error}"
         finally:
             mesh.close()
-    return ""
+    return "\n".join(data.summary)
 
 
 def several_here(runs: list[tuple[Any, ...]]) -> list[Outcome]:

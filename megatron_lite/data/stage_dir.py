@@ -79,8 +79,9 @@ def open_access(data: DataConfig, tell: Tell = lambda text: None) -> tuple[Acces
             if source.weight != 0 or data.curriculum is not None:  # which may draw from it later
                 prefixes += [source.prefix, *([mask] if access.exists(mask) else [])]
     staged = stage(prefixes, Path(data.stage_dir), tell)
-    line = f"the data are read from copies in {data.stage_dir}, {staged.copied / GIB:.2f} GiB of which were copied now"
-    return replace(access, staged=staged.prefixes), [line, *staged.notices]
+    lines = [f"the data are read from copies in {data.stage_dir}"]
+    lines += [f"{staged.copied / GIB:.2f} GiB were copied there now"] if staged.copied else []
+    return replace(access, staged=staged.prefixes), [*lines, *staged.notices]
 
 
 def stage(prefixes: Iterable[str], directory: Path, tell: Tell = lambda text: None) -> Staged:

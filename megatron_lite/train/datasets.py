@@ -107,7 +107,7 @@ def find_data(
         raise ConfigError([Problem(f"the data cannot be read, or their orders not be kept: {error}", numbers)]) from error
     if found.problems:
         raise ConfigError(found.problems)
-    found.summary = [*made, *found.summary, *lines]
+    found.summary, found.notices = [*made, *found.summary], [*lines, *found.notices]
     return found
 
 
@@ -143,14 +143,17 @@ def open_data(
     """
     tokenizer: Tokenizer | None = None
     problems: list[Problem] = []
+    notices: list[str] = []
     try:
         tokenizer = tokenizer_of_run(config)
         found = find_data(config, batch, steps, samples, tokenizer, tell)
+        notices = found.notices
     except ConfigError as error:
         problems = error.problems
     except ValueError as error:  # of the tokenizer
         problems = [Problem(str(error))]
-    for others in mesh.axis("world").gather_json([asdict(p) for p in problems]):  # what went wrong on one node is told by all
+    everywhere = mesh.axis("world").gather_json([[asdict(p) for p in problems], notices])
+    for others, _ in everywhere:  # what went wrong on one node is told by all
         if others:
             raise ConfigError([Problem(**p) for p in others])
     agree(mesh, {"data": found.facts, "datasets": found.seen})
@@ -186,7 +189,7 @@ def open_data(
         train=train,
         valid=held_out(found.valid),
         test=held_out(found.test),
-        summary=[*found.summary, *found.notices],
+        summary=[*found.summary, *dict.fromkeys(line for _, lines in everywhere for line in lines)],  # whichever rank has copied or made
         decode=None if tokenizer is None else tokenizer.decode,
         facts={
             "tokenizer": {"fingerprint": tokenizer.fingerprint if tokenizer else None, "eod_id": found.eod_id},

@@ -12,7 +12,8 @@ import numpy as np
 from megatron_lite.clean.config import Pipeline, StepConfig, step_class
 from megatron_lite.clean.pipeline import Run, RunOptions
 from megatron_lite.clean.pipeline_work import PartsMissing
-from megatron_lite.clean.step import CorpusStep, Document, bucket_path
+from megatron_lite.clean.saved import saved_by
+from megatron_lite.clean.step import SAVED_BY, CorpusStep, Document, bucket_path
 
 HAN = [chr(c) for c in range(0x4E00, 0x4E00 + 400)]
 WORDS = [f"word{i}" for i in range(300)] + ["Straße", "École", "日本", "한국어", "x_y", "—"]
@@ -82,6 +83,7 @@ def drive(
         Path(save).mkdir()
         for bucket in range(decider.buckets):
             decider.save(bucket, bucket_path(save, bucket))
+        Path(save, SAVED_BY).write_bytes(saved_by("", [], save, decider.buckets))
     units: dict[int, list[int]] = {}
     for keys_of_bucket in dropped:
         names = keys_of_bucket.dtype.names or ()

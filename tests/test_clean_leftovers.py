@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ import pytest
 from clean_pipelines import files_of, killed_at, lines_of, one_run, records, write_corpus
 
 from megatron_lite.clean import pipeline
+from megatron_lite.clean.bloom import Bloom, BloomOptions
 from megatron_lite.clean.config import Pipeline, StepConfig
+from megatron_lite.clean.exact import Exact, SeenOptions
+from megatron_lite.clean.minhash import MinHash, MinHashOptions
 from megatron_lite.clean.normalise import Normalise, NormaliseOptions
 from megatron_lite.clean.pipeline_output import Output
 from megatron_lite.clean.pipeline_work import PlanDiffers
+from megatron_lite.clean.quality import Quality, QualityOptions
 from megatron_lite.clean.shards import INDEX, LIST, ShardWriter, shard_name, write_list
 from megatron_lite.text.inputs import expand_inputs
 from megatron_lite.text.records import BadInput
@@ -116,6 +121,39 @@ def test_an_input_that_changes_while_it_is_read_ends_the_run(tmp_path: Path, mon
     with pytest.raises(BadInput, match=r"1\.jsonl has changed while it was read"):
         clean(tmp_path, paths)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_word_list_that_changes_while_documents_pass_ends_the_run(
+    tmp_path: Path, gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, read, words = write_corpus(tmp_path, 40), pipeline.input_blocks, tmp_path / "words"
+    words.write_text("neverthere\n")
+
+    def and_it_changes(*arguments: Any) -> Any:
+        yield from read(*arguments)
+        words.unlink() if gone else words.write_text("neverthere\nandanother\n")
+
+    monkeypatch.setattr(pipeline, "input_blocks", and_it_changes)
+    listed = Pipeline((StepConfig("quality", QualityOptions(word_list=str(words)), Quality),))
+    with pytest.raises(BadInput, match="words has changed while it was read"):
+        one_run(tmp_path, paths, steps=listed)
+    assert not (tmp_path / "out.work").exists()
+
+
+@pytest.mark.parametrize("kind,options", [(Bloom, BloomOptions(expected=1000)), (Exact, SeenOptions()), (MinHash, MinHashOptions())])
+def test_a_saved_bucket_that_is_damaged_inside_ends_the_run_and_leaves_nothing(tmp_path: Path, kind: Any, options: Any) -> None:
+    paths, saved = write_corpus(tmp_path, 200), tmp_path / "saved"
+    one_run(tmp_path, paths, steps=Pipeline((StepConfig(kind.name, replace(options, save=str(saved)), kind),)))
+    (tmp_path / "second").mkdir()
+    for bucket in saved.glob("bucket-*"):
+        if not (data := bucket.read_bytes()).startswith(b"{"):  # the table of a bucket without a document
+            bucket.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    against = StepConfig(kind.name, replace(options, against=str(saved)), kind)
+    assert kind.problems(against.options) == []
+    with pytest.raises(BadInput, match=r"bucket-\d\d: damaged .* bring it back from a copy, or save anew"):
+        one_run(tmp_path / "second", paths, steps=Pipeline((against,)))
+    assert not list((tmp_path / "second").iterdir())
 
 
 def test_standard_input_is_never_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

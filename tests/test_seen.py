@@ -194,16 +194,22 @@ def test_every_saved_file_is_looked_at_before_a_run(tmp_path):
     assert Bloom.problems(options) == [f"against {options.against}: {path} is missing"]
 
 
-def test_exchanged_buckets_are_refused(tmp_path):
+def test_buckets_of_two_saves_and_exchanged_ones_are_refused(tmp_path):
     for kind, options in KINDS:
-        saved = tmp_path / kind.name
-        drive(lambda kind=kind, options=options: kind(options()), corpus(3, 200, length=4), tmp_path, save=str(saved))
-        one, two = (Path(bucket_path(str(saved), bucket)) for bucket in (3, 4))
-        kept = one.read_bytes()
-        one.write_bytes(two.read_bytes())
-        two.write_bytes(kept)
+        saved, later = tmp_path / kind.name, tmp_path / f"later {kind.name}"
+        for seed, name in enumerate((saved, later)):
+            drive(lambda kind=kind, options=options: kind(options()), corpus(seed, 200, length=4), tmp_path, save=str(name))
+        one, two, three = (Path(bucket_path(str(saved), bucket)) for bucket in (3, 4, 5))
+        for path, other in ((three, Path(bucket_path(str(later), 5))), (one, two)):
+            assert kind.problems(options(against=str(saved))) == []
+            kept = path.read_bytes()
+            path.write_bytes(other.read_bytes())
+            (problem,) = kind.problems(options(against=str(saved)))
+            assert f"{path} was not saved with the others" in problem and "save anew" in problem
+            path.write_bytes(kept)
+        (saved / "saved-by").write_text("of a version without a list\n[]\n")
         (problem,) = kind.problems(options(against=str(saved)))
-        assert f"{one} is of bucket 4, not 3: files were exchanged" in problem
+        assert "saved-by: has no list of the buckets" in problem
 
 
 def test_options_that_cannot_work():

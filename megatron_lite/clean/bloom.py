@@ -106,7 +106,7 @@ class Bloom(Seen):
     def save(self, bucket: int, path: str) -> None:
         found = self._filter(bucket)
         data = np.frombuffer(found.bits.save_bytes(), np.uint8)
-        about = {"settings": self.settings(), "bucket": bucket, "held": found.held}
+        about = {"settings": self.settings(), "held": found.held}
         write_bucket_file(path, about, {"filter": [data]})
 
     def load(self, bucket: int, path: str) -> None:

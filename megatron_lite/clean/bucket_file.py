@@ -12,6 +12,7 @@ A file appears under its name when it is complete. Nothing in it can execute.
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
@@ -20,11 +21,25 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.clean.step import bucket_path
+from megatron_lite.clean.step import SAVED_BY, bucket_path
 from megatron_lite.data.locked_file import LockedFile
+from megatron_lite.text.records import BadInput
 
 END = struct.Struct("<QI8s")
 MARK = b"MLBUCKET"
+_REMEDY = "bring it back from a copy, or save anew"
+
+
+def damaged(path: str, why: str) -> BadInput:
+    """A saved file that is not as it was written."""
+    return BadInput(f"{path}: damaged ({why}); {_REMEDY}")
+
+
+def seal(path: str) -> str:
+    """What tells a file from any other: its end, with the checksum of the table that has those of the arrays."""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - END.size))
+        return file.read().hex()
 
 
 def write_bucket_file(path: str, about: Mapping[str, Any], arrays: Mapping[str, Iterable[np.ndarray]]) -> None:
@@ -62,7 +77,7 @@ class BucketFile:
         about: what the writer said about itself.
 
     Raises:
-        ValueError: the file is not whole, or is no such file.
+        BadInput: the file is not whole, or is no such file.
     """
 
     def __init__(self, path: str) -> None:
@@ -72,11 +87,11 @@ class BucketFile:
             file.seek(max(0, size - END.size))
             length, checksum, mark = END.unpack(file.read(END.size)) if size >= END.size else (0, 0, b"")
             if mark != MARK or length > size - END.size:
-                raise ValueError(f"{path}: not the saved bucket of a cleaning step, or cut off ({size} bytes)")
+                raise BadInput(f"{path}: not the saved bucket of a cleaning step, or cut off ({size} bytes); {_REMEDY}")
             file.seek(size - END.size - length)
             text = file.read(length)
         if zlib.crc32(text) != checksum:
-            raise ValueError(f"{path}: damaged (the checksum of its table does not match)")
+            raise damaged(path, "the checksum of its table does not match")
         table = json.loads(text)
         self.about: dict[str, Any] = table["about"]
         self._arrays: dict[str, dict[str, Any]] = table["arrays"]
@@ -91,10 +106,10 @@ class BucketFile:
         return np.memmap(self.path, dtype, "r", entry["begin"], (count,))
 
     def read(self, name: str) -> np.ndarray:
-        """An array in memory; ValueError when its checksum does not match."""
+        """An array in memory; BadInput when its checksum does not match."""
         array = np.array(self.mapped(name))
         if zlib.crc32(array.tobytes()) != self._arrays[name]["crc32"]:
-            raise ValueError(f"{self.path}: damaged (the checksum of {name} does not match)")
+            raise damaged(self.path, f"the checksum of {name} does not match")
         return array
 
 
@@ -113,10 +128,11 @@ def against_problems(directory: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def open_bucket_file(path: str, settings: Mapping[str, Any], bucket: int) -> BucketFile:
-    """The file of a bucket (``about["bucket"]``) whose writer had the same settings (``about["settings"]``).
+    """The file of a bucket whose writer had the same settings (``about["settings"]``), as the list of its directory has it.
 
     Raises:
-        ValueError: names each setting that differs, with both values, or the bucket that it is.
+        ValueError: names each setting that differs, with both values.
+        BadInput: it is damaged, or not the one that was saved with the others.
     """
     file = BucketFile(path)
     theirs: Mapping[str, Any] = file.about.get("settings", {})
@@ -126,6 +142,11 @@ def open_bucket_file(path: str, settings: Mapping[str, Any], bucket: int) -> Buc
     differ = [f"{n}: {theirs.get(n)} there, {settings.get(n)} here" for n in names if theirs.get(n) != settings.get(n)]
     if differ:
         raise ValueError(f"{path} was made with other settings and cannot be compared with ({'; '.join(differ)})")
-    if file.about.get("bucket") != bucket:
-        raise ValueError(f"{path} is of bucket {file.about.get('bucket')}, not {bucket}: files were exchanged; save anew")
+    saved = Path(path).with_name(SAVED_BY)
+    try:
+        seals = json.loads(saved.read_text(encoding="utf-8").split("\n")[2])
+    except (ValueError, IndexError):
+        raise BadInput(f"{saved}: has no list of the buckets; {_REMEDY}") from None
+    if seals[bucket] != seal(path):
+        raise BadInput(f"{path} was not saved with the others: files of two saves were mixed, or exchanged; {_REMEDY}")
     return file

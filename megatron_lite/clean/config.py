@@ -22,13 +22,12 @@ from typing import Any
 
 import yaml
 
-from megatron_lite.clean.step import CorpusOptions, Step
+from megatron_lite.clean.step import SAVED_BY, CorpusOptions, Step
 from megatron_lite.config.flags import field_kinds
 from megatron_lite.config.problem import ConfigError, Problem, nearest_name
 from megatron_lite.config.values import NUMBER, convert, plain
 from megatron_lite.config.yaml_file import compose_file, construct, mapping_pairs
 
-SAVED_BY = "saved-by"  # file in a directory that a corpus step saved: the digest of the plan that did it
 # name of a step -> module:class
 STEPS: Mapping[str, str] = {
     "normalise": "megatron_lite.clean.normalise:Normalise",

@@ -44,7 +44,7 @@ class Exact(Seen):
     def save(self, bucket: int, path: str) -> None:
         held = sorted(self._sets.get(bucket, ()))
         data = b"".join(value.to_bytes(16, "little", signed=True) for value in held)
-        write_bucket_file(path, {"settings": self.settings(), "bucket": bucket}, {"hashes": [np.frombuffer(data, "<u8")]})
+        write_bucket_file(path, {"settings": self.settings()}, {"hashes": [np.frombuffer(data, "<u8")]})
 
     def load(self, bucket: int, path: str) -> None:
         data = open_bucket_file(path, self.settings(), bucket).read("hashes").tobytes()

@@ -153,7 +153,7 @@ class MinHash(CorpusStep):
         earlier = [] if known is None else known.about["sets"]
         write_bucket_file(
             path,
-            {"settings": self.settings(), "bucket": bucket, "sets": [*earlier, len(home)]},
+            {"settings": self.settings(), "sets": [*earlier, len(home)]},
             {
                 **found.saved_keys(len(earlier)),
                 **arrays_of_sets(known, home["number"], (reader.read(*place) for place in places)),

@@ -22,7 +22,7 @@ from uuid import uuid4
 import numpy as np
 
 from megatron_lite import __version__
-from megatron_lite.clean.config import SAVED_BY, Pipeline, StepConfig
+from megatron_lite.clean.config import Pipeline, StepConfig
 from megatron_lite.clean.counts import StageCounts
 from megatron_lite.clean.pipeline_input import Progress, input_blocks, shares, spool_blocks
 from megatron_lite.clean.pipeline_keys import Decider, KeyFiles, decide_bucket, gather_drops
@@ -31,7 +31,7 @@ from megatron_lite.clean.pipeline_stage import Block, Done, Question, Stage, Ste
 from megatron_lite.clean.pipeline_work import WorkDirectory, digest, file_state
 from megatron_lite.clean.report import as_json, report_data
 from megatron_lite.clean.report_html import as_html
-from megatron_lite.clean.saved import is_saved_by, saved_by
+from megatron_lite.clean.saved import is_saved_by, saved_by, steps_before
 from megatron_lite.clean.shards import (
     SHARD_BYTES,
     UNCUT,
@@ -40,7 +40,7 @@ from megatron_lite.clean.shards import (
     shard_name,
     write_whole,
 )
-from megatron_lite.clean.step import CorpusStep, bucket_path
+from megatron_lite.clean.step import SAVED_BY, CorpusStep, bucket_path
 from megatron_lite.config.values import plain
 from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions, called
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed, without_workers
@@ -128,11 +128,12 @@ class Run:
         """As :func:`file_state`; what comes from standard input comes once, so no other run has the same."""
         return {"path": path, "read by": self._number} if path == STANDARD_INPUT else file_state(path)
 
-    def _check_inputs(self, plan: Mapping[str, Any]) -> None:
-        """Raises BadInput when an input is not as it was when the run began."""
-        for state in plan["inputs"]:
-            if self._input_state(state["path"]) != state:
-                raise BadInput(f"{state['path']} has changed while it was read")
+    def _check_unchanged(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Raises BadInput when a file is not as it was when the run began."""
+        for state in states:
+            path = state["path"]
+            if path != STANDARD_INPUT and (not os.path.exists(path) or file_state(path) != state):
+                raise BadInput(f"{path} has changed while it was read")
 
     def run(self) -> dict[str, Any] | None:
         """Do what this part can do; the report, or None when the output was complete before.
@@ -175,8 +176,7 @@ class Run:
         if not directory.is_dir():
             with self.work.finishing(directory) as draft:
                 counts = self._run_stage(stage, draft)
-                if not stage.number:
-                    self._check_inputs(plan)
+                self._check_unchanged([*plan["files"], *(() if stage.number else plan["inputs"])])
                 write_whole(draft / "counts.json", json.dumps(plain(counts)).encode())
         self.work.drops(stage.number).unlink(missing_ok=True)
         if stage.number:  # what the stage before left has been read
@@ -324,7 +324,8 @@ class Run:
             with self.work.finishing(Path(step.options.save)) as draft:
                 for bucket, directory in enumerate(directories):
                     shutil.copyfile(bucket_path(str(directory), bucket), bucket_path(str(draft), bucket))
-                write_whole(draft / SAVED_BY, saved_by(known_as, self.pipeline.steps, position))
+                before = steps_before(self.pipeline.steps, position)
+                write_whole(draft / SAVED_BY, saved_by(known_as, before, str(draft), kind.buckets))
 
     def report(self) -> dict[str, Any]:
         """The report's numbers, when all parts have gone through all stages."""

@@ -1,6 +1,7 @@
 """What is known of a directory that a corpus step saved, and what a pipeline does that is hardly meant.
 
-Beside the buckets there is a file with two lines: the digest of the run's plan, and the steps that stood before, as JSON. Another
+Beside the buckets there is a file with three lines: the digest of the run's plan, the steps that stood before, as JSON, and the
+seals of the buckets (:func:`.bucket_file.seal`), so that files of two saves are never mixed. Another
 run that compares with the directory may have other steps before: the same text then looks different, and its copies stay. That
 can be meant, so it is a warning.
 """
@@ -12,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.clean.config import SAVED_BY, Pipeline, StepConfig
-from megatron_lite.clean.step import CorpusOptions
+from megatron_lite.clean.bucket_file import seal
+from megatron_lite.clean.config import Pipeline, StepConfig
+from megatron_lite.clean.step import SAVED_BY, CorpusOptions, bucket_path
 from megatron_lite.config.values import plain
 
 
@@ -25,9 +27,10 @@ def steps_before(steps: Sequence[StepConfig], position: int) -> list[dict[str, A
     ]
 
 
-def saved_by(known_as: str, steps: Sequence[StepConfig], position: int) -> bytes:
-    """The file that tells of what the step at ``position`` saved."""
-    return f"{known_as}\n{json.dumps(steps_before(steps, position), ensure_ascii=False)}\n".encode()
+def saved_by(known_as: str, before: Sequence[Mapping[str, Any]], directory: str, buckets: int) -> bytes:
+    """The file that tells of the buckets that a step saved to a directory; ``before``: the steps before it."""
+    seals = [seal(bucket_path(directory, bucket)) for bucket in range(buckets)]
+    return f"{known_as}\n{json.dumps(before, ensure_ascii=False)}\n{json.dumps(seals)}\n".encode()
 
 
 def is_saved_by(directory: str, known_as: str) -> bool:
@@ -72,8 +75,8 @@ def _read(directory: str) -> list[dict[str, Any]]:
     """The steps before the one that saved a directory. Raises ValueError: the file that tells of them is none."""
     path = Path(directory) / SAVED_BY
     try:
-        steps: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8").partition("\n")[2])
-    except (OSError, ValueError) as error:
+        steps: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8").split("\n")[1])
+    except (OSError, ValueError, IndexError) as error:
         raise ValueError(f"against {directory}: {path} is damaged ({error})") from None
     return steps
 

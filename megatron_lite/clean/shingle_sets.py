@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.clean.bucket_file import BucketFile, open_bucket_file
+from megatron_lite.clean.bucket_file import BucketFile, damaged, open_bucket_file
 from megatron_lite.clean.step import bucket_path
 
 COPIED = 1 << 22  # shingles that are copied at a time
@@ -124,12 +124,10 @@ class _SavedBucket:
         first, last = self._firsts[corpus], self._firsts[corpus + 1]
         place = int(first + np.searchsorted(self._numbers[first:last], np.uint64(number)))
         if place >= last or self._numbers[place] != number:
-            raise ValueError(f"{self._file.path}: the set of document {number} of corpus {corpus} is not there")
+            raise damaged(self._file.path, f"the set of document {number} of corpus {corpus} is not there")
         found = self._shingles[int(self._ends[place - 1]) if place else 0 : int(self._ends[place])]
         if crc32(found) != self._checksums[place]:
-            raise ValueError(
-                f"{self._file.path}: damaged (the checksum of the set of document {number} does not match)"
-            )
+            raise damaged(self._file.path, f"the checksum of the set of document {number} does not match")
         return found
 
 

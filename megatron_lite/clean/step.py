@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 LINE_BITS = 40  # of a document's number; the rest is the input file's
+SAVED_BY = "saved-by"  # file in a directory that a corpus step saved (:mod:`.saved`)
 
 
 def place_of(number: int) -> tuple[int, int]:

@@ -31,6 +31,7 @@ SENTENCE_END = regex.compile(
     r"|\n\s*\n"  # a paragraph
 )
 EMPTY = "empty"  # why a record is dropped
+_REASONS, _OTHER = 100, "(others)"  # so many are counted by name: some hold words of the data
 _LONG = 200_000  # characters; a longer text is not compared with the reference, which would take its time
 
 
@@ -96,7 +97,9 @@ class Counts:
         """Add another's numbers."""
         for name, value in vars(other).items():
             if isinstance(value, Counter):
-                getattr(self, name).update(value)
+                own = getattr(self, name)
+                for reason, number in value.items():
+                    own[reason if reason in own or len(own) < _REASONS else _OTHER] += number
             else:
                 setattr(self, name, getattr(self, name) + value)
 

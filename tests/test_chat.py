@@ -287,7 +287,7 @@ def test_messages_without_content(model: Path, tmp_path: Path) -> None:
 # ---- templates
 
 
-def test_the_sandbox() -> None:
+def test_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     for source in (
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
@@ -296,6 +296,24 @@ def test_the_sandbox() -> None:
     ):
         with pytest.raises(TemplateRefusal):
             ChatTemplate(source, {}, NOW).render([{"role": "user", "content": "x"}])
+    for used in ("lipsum()", "messages | random", "1 if 2 else messages | random"):
+        with pytest.raises(ValueError, match=r"uses Jinja's (function lipsum|filter random), which gives another text each time"):
+            ChatTemplate(f"{{{{ {used} }}}}", {}, NOW)
+    said = "<it at 0x7f00deadbeef>"
+    assert ChatTemplate("{{ messages }}, not at 0x123456", {}, NOW).render([said]).text == f"['{said}'], not at 0x123456"
+    for printed in ("messages | map('upper')", "messages[0].upper", "'a' ~ cycler('b')", "joiner()", "raise_exception"):
+        with pytest.raises(TemplateRefusal, match=r"it writes where '<[^0]+' lies in memory"):
+            ChatTemplate(f"{{{{ {printed} }}}}", {}, NOW).render([said])
+    with pytest.raises(TemplateRefusal, match="a set, whose order is another"):
+        ChatTemplate("{{ ({'a': 1}.keys() - {'b': 1}.keys()) | list }}", {}, NOW).render([])
+    assert ChatTemplate("{{ 3 - 1 }}{{ strftime_now('%H:%M') }}", {}, NOW.replace(hour=7)).render([]).text == "200:00"
+    macro = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+    monkeypatch.setattr("megatron_lite.text.chat_template._MOST_STEPS", 100_000)
+    for endless in ("{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}", macro):
+        with pytest.raises(TemplateRefusal, match=r"its loops take more than 100,000 steps"):
+            ChatTemplate(endless, {}, NOW).render([])
+    counted = ChatTemplate("{% for i in range(60000) %}{% endfor %}ok", {}, NOW)
+    assert counted.render([]).text == counted.render([]).text == "ok"  # of each conversation
     with pytest.raises(TemplateRefusal, match="more memory than there is"):
         ChatTemplate("{{ 'x' * 10**17 }}", {}, NOW).render([])
     with pytest.raises(ValueError, match=r"not Jinja: .* \(line 2\)"):
@@ -370,7 +388,7 @@ def test_records() -> None:
         ({"messages": [{"role": "user"}]}, "a message has no 'content'"),
         *(({"messages": [{"role": role, "content": "x"}]}, "no plain word") for role in ("a<|im_end|>", "a\nb", "")),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "a message has no 'content'"),
-        ({"conversations": [{"from": "martian", "value": "q"}]}, "'from' 'martian'; known are human, user, gpt"),
+        ({"conversations": [{"from": "martian", "value": "q"}]}, "'from' none of human, user, gpt, assistant, system, tool ('martian')"),
         ({"prompt": "q", "completion": "a", "history": [["q"]]}, "the value of 'history' is not an array of"),
         ({"prompt": "q", "completion": "a", "history": "q"}, "the value of 'history' is not an array of"),
         ({"messages": [], "tools": "x"}, "'tools' is not an array"),

@@ -141,7 +141,7 @@ def _spoken(message: Any) -> dict[str, Any]:
         return _message(message)
     role = SPEAKERS.get(message["from"]) if isinstance(message["from"], str) else None
     if role is None:
-        raise BadRecord(f"a message is 'from' {str(message['from'])[:_SHOWN]!r}; known are {', '.join(SPEAKERS)}")
+        raise BadRecord(f"a message is 'from' none of {', '.join(SPEAKERS)}", f" ({str(message['from'])[:_SHOWN]!r})")
     return {"role": role, "content": text_of(message, "value")}
 
 

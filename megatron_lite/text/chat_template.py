@@ -3,7 +3,9 @@
 A template is Jinja, as Hugging Face's tokenizers carry it: variables ``messages``, ``tools``, ``add_generation_prompt`` and the
 tokenizer's special tokens (``bos_token``, ``eos_token``, ...), functions ``raise_exception`` and ``strftime_now``, a filter ``tojson``
 that leaves characters and HTML alone, ``{% break %}`` and ``{% continue %}``. It comes from a file that somebody else wrote,
-so it runs in Jinja's sandbox, without a loader, and can change none of the objects it is given.
+so it runs in Jinja's sandbox, without a loader, and can change none of the objects it is given. It gives the same text each time:
+what draws at random is refused when it is compiled, text that shows where an object lies in memory and sets of keys (whose
+order is another one in each process) when they come up; the time is a day; and its loops have a bound.
 
 ``{% generation %} ... {% endgeneration %}`` marks what the assistant wrote. Here the two marks write a character each that is
 no character (Unicode reserves U+FDD0 to U+FDEF for such uses inside a program), which are found and taken out when
@@ -29,6 +31,8 @@ OPEN, CLOSE, PLAIN = "\ufdd0", "\ufdd1", "\ufdd2"
 _MARK = re.compile(f"([{OPEN}{CLOSE}{PLAIN}])")
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_ADDRESS = re.compile(" at 0x[0-9a-f]{6,}")  # Python's text for what has no other: functions, generators
+_MOST_STEPS = 10_000_000  # of all loops and macros of a conversation: a second or more
 _WITH_TOOLS = "tool_use"  # name of the template of several that is taken for conversations with tools
 
 
@@ -64,16 +68,20 @@ class ChatTemplate:
         reads_tools, reads_date: whether it uses ``tools``, ``strftime_now``.
 
     Raises:
-        ValueError: it is not Jinja.
+        ValueError: it is not Jinja, or draws at random.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], now: datetime) -> None:
         from jinja2 import TemplateSyntaxError, nodes
 
-        environment = _environment(now)
+        self._source = source
+        self._environment = environment = _environment(now)
         try:
             tree = environment.parse(source)
-            self._template = environment.from_string(source)
+            _refuse_chance(tree)
+            for body in [node.body for node in tree.find_all((nodes.For, nodes.Macro))]:
+                body.insert(0, nodes.ExprStmt(nodes.EnvironmentAttribute("step")).set_lineno(1))
+            self._template = environment.from_string(tree)
             self._template.globals = dict(self._template.globals)  # copied at each rendering, which a ChainMap makes slow
         except TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not Jinja: {error.message} (line {error.lineno})") from None
@@ -93,6 +101,7 @@ class ChatTemplate:
         """
         from jinja2 import TemplateError
 
+        self._environment.steps = 0
         try:
             text = self._template.render(
                 messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt, **self._tokens
@@ -103,6 +112,12 @@ class ChatTemplate:
             raise TemplateRefusal("nested too deeply") from None
         except MemoryError:
             raise TemplateRefusal("it needs more memory than there is") from None
+        if " at 0x" in text:
+            given = f"{self._source}{messages}{tools}"
+            for found in _ADDRESS.finditer(text):
+                if found[0] not in given:
+                    shown = text[text.rfind("<", 0, found.start()) : found.start()]
+                    raise TemplateRefusal(f"it writes where {shown[-60:]!r} lies in memory: `| list` or () is missing")
         return _take_marks_out(text)
 
 
@@ -191,13 +206,38 @@ def _environment(now: datetime) -> Any:
 
             return [mark(OPEN), nodes.Scope(body, lineno=line), mark(CLOSE)]
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Counts the steps of loops, and makes no sets (the keys of an object without those of another)."""
+
+        intercepted_binops = frozenset("-")
+        steps = 0
+
+        @property
+        def step(self) -> None:
+            """Read at each step of a loop and in each macro."""
+            self.steps += 1
+            if self.steps > _MOST_STEPS:
+                _raise(f"its loops take more than {_MOST_STEPS:,} steps")
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            found = super().call_binop(context, operator, left, right)
+            return found if not isinstance(found, set) else _raise("it makes a set, whose order is another one each time")
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    del environment.filters["random"], environment.globals["lipsum"]  # all of Jinja that draws at random
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = now.strftime
+    environment.globals["strftime_now"] = now.replace(hour=0, minute=0, second=0, microsecond=0).strftime
     return environment
+
+
+def _refuse_chance(tree: Any) -> None:
+    from jinja2 import meta, nodes
+
+    filters = {node.name for node in tree.find_all(nodes.Filter)}
+    used = "filter random" if "random" in filters else "function lipsum" if "lipsum" in meta.find_undeclared_variables(tree) else None
+    if used:
+        raise ValueError(f"the chat template uses Jinja's {used}, which gives another text each time")
 
 
 def _tojson(

@@ -79,16 +79,22 @@ def parse_object(line: bytes) -> dict[str, Any]:
 
 def _parse_leniently(line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8"), parse_int=_number)
     except UnicodeDecodeError as e:
         place = len(line[: e.start].decode("utf-8")) + 1
         raise BadRecord(NOT_DECODABLE, f" (character {place} of the line)") from None
     except json.JSONDecodeError as e:
         raise BadRecord("not one JSON value", f" ({e.msg.removesuffix(' at')} at character {e.colno})") from None
-    except ValueError as e:  # a number of more digits than Python reads
-        raise BadRecord("not one JSON value", f" ({e})") from None
     except RecursionError:
         raise BadRecord("nested too deeply") from None
+
+
+def _number(digits: str) -> int | float:
+    """A whole number; of more digits than Python reads, as many other readers have it: infinite."""
+    try:
+        return int(digits)
+    except ValueError:
+        return float(digits)
 
 
 def text_of(record: dict[str, Any], key: str) -> str:

@@ -68,8 +68,10 @@ def test_a_changed_source_is_copied_again(tmp_path):
     write(tmp_path / "a", seed=1)
     again = stage([source], directory)
     assert again.copied and same(again.prefixes[source], source)
-    os.truncate(again.prefixes[source] + ".bin", 100)  # and so is a copy that has lost something
-    assert same(stage([source], directory).prefixes[source], source)
+    copy = Path(again.prefixes[source] + ".bin")
+    for damaged in (copy.read_bytes()[:100], bytes(copy.stat().st_size)):  # and so is a copy that somebody has written to
+        copy.write_bytes(damaged)
+        assert same(stage([source], directory).prefixes[source], source)
     assert names(directory) == {"bin", "idx", "meta.json", "staged.json"}
 
 

@@ -4,8 +4,8 @@ Reading windows at random from a file system that many nodes share costs a round
 it slow for everybody; copying whole files in order does not. One process of a node copies, the others wait for it
 (:mod:`megatron_lite.data.node_file`). A copy grows under a name that holds the state of its source, so that a run that
 was ended goes on where it stopped; its SHA-256 is compared with the one in ``.meta.json`` before it is renamed, and a
-record with the states of the sources, written last, is what makes it a dataset. A later run that finds the record
-uses the copies as they are; a source that has changed since is copied again.
+record with the states of the sources and of the copies, written last, is what makes it a dataset. A later run that finds
+the record uses the copies; where a source or a copy has changed since it is copied again.
 """
 
 from __future__ import annotations
@@ -118,9 +118,12 @@ def _stage_one(
 ) -> None:
     """One dataset; its lock is held."""
     record_path = Path(f"{target}.staged.json")
-    record = {"source": prefix, "files": {suffix: source.state for suffix, source in sources.items()}}
-    there = {suffix for suffix, s in sources.items() if _size(Path(f"{target}{suffix}")) == s.size}
-    if _read(record_path) == record and there == set(sources):
+
+    def record() -> dict[str, object]:
+        copies = {suffix: _state(Path(f"{target}{suffix}")) for suffix in sources}
+        return {"source": prefix, "files": {suffix: source.state for suffix, source in sources.items()}, "copies": copies}
+
+    if _read(record_path) == record():
         return
     record_path.unlink(missing_ok=True)
     needed = sum(s.size - _size(_part(target, suffix, s)) for suffix, s in sources.items())
@@ -146,7 +149,7 @@ def _stage_one(
         result.copied += _copy(source, part, wanted.get(suffix), tell)
         os.replace(part, f"{target}{suffix}")
     with new_file(record_path) as file:
-        file.write(json.dumps(record).encode())
+        file.write(json.dumps(record()).encode())
 
 
 def _copy(source: _Source, part: Path, sha256: str | None, tell: Tell) -> int:
@@ -206,9 +209,8 @@ def _open_sources(prefix: str) -> dict[str, _Source]:
             if remote is not None:
                 found[suffix] = _Source(name, remote.size, remote.key, remote.fetch, lambda: None)
         elif Path(name).is_file():
-            file, stat = ReadFile(Path(name)), os.stat(name)
-            state = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:32]
-            found[suffix] = _Source(name, file.size, state, file.read, file.close)
+            file = ReadFile(Path(name))
+            found[suffix] = _Source(name, file.size, _state(Path(name)), file.read, file.close)
     missing = [prefix + suffix for suffix in (".bin", ".idx") if suffix not in found]
     if missing:
         for source in found.values():
@@ -240,6 +242,15 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def _state(path: Path) -> str:
+    """32 hexadecimal digits that change when a file is written to; "" where there is none."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return ""
+    return hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:32]
 
 
 def _read(path: Path) -> object:

@@ -185,3 +185,27 @@ def test_shards_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     assert [shard["name"] for shard in json.loads((tmp_path / INDEX / LIST).read_text())["shards"]] == names
     for argument in (str(tmp_path), f"{tmp_path}/*.zst"):
         assert [path.name for path in expand_inputs([argument])] == names
+
+
+def test_a_directory_of_shards_is_given_whole_or_refused(tmp_path: Path) -> None:
+    clean(tmp_path, write_corpus(tmp_path, 60))
+    shards, out = sorted((tmp_path / "out").glob("*.zst")), tmp_path / "out"
+    first, last = shards[0], shards[-1]
+    assert expand_inputs([str(tmp_path / "out")]) == shards and len(shards) > 2
+    kept = first.read_bytes(), last.read_bytes()
+    first.unlink()
+    last.write_bytes(kept[1][:-1])
+    (out / "other.jsonl.zst").write_bytes(kept[0])
+    for directory in (tmp_path, out):
+        with pytest.raises(ValueError, match=rf"{out} is not as .index/shards.json in it lists its shards: {first.name} missing; other.*"):
+            expand_inputs([str(directory)])
+    assert len(expand_inputs([f"{out}/*.jsonl.zst"])) == len(shards)  # who gives a pattern means what is there
+    first.write_bytes(kept[0])
+    (out / "other.jsonl.zst").unlink()
+    with pytest.raises(ValueError, match=rf"{last.name} of another size; bring it back from a copy, or give the pattern"):
+        expand_inputs([str(out)])
+    last.write_bytes(kept[1])
+    assert expand_inputs([str(out)]) == shards
+    (out / INDEX / LIST).write_text("[]")
+    with pytest.raises(ValueError, match="not the list of a directory of shards"):
+        expand_inputs([str(out)])

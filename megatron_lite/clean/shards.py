@@ -21,14 +21,13 @@ from typing import IO, Any
 
 import zstandard
 
-from megatron_lite.text.frames import INDEX, index_path, read_index
+from megatron_lite.text.frames import INDEX, LIST, index_path, read_index, read_list
 from megatron_lite.text.records import count_lines
 
 FRAME_BYTES = 1_000_000  # of text
 _LEVEL = 1  # of zstd: 7% larger than its default, and not half the work, which was most of that of writing
 SHARD_BYTES = 128_000_000  # of text
 UNCUT = 1 << 62  # bytes of text in a shard, where all lines are to be in one
-LIST = "shards.json"  # in the directory of the indices: the shards and their lines
 _AHEAD = 8  # frames that may wait for their compression
 
 
@@ -225,7 +224,8 @@ def write_list(directory: Path, plan: str, draft: Path | None = None) -> int:
     shards: list[dict[str, Any]] = []
     for path in sorted(directory.glob("shard-*.jsonl.zst"), key=lambda path: (len(path.name), path.name)):
         reader = FrameReader(path)
-        shards.append({"name": path.name, "lines": reader.lines, "bytes": reader.bytes})
+        sizes = {"lines": reader.lines, "bytes": reader.bytes, "packed_bytes": path.stat().st_size}
+        shards.append({"name": path.name, **sizes})
     data = {"format": "megatron-lite shards", "version": 1, "plan": plan, "shards": shards}
     write_whole(directory / INDEX / LIST, json.dumps(data, indent=1).encode() + b"\n", draft)
     return sum(shard["lines"] for shard in shards)
@@ -241,12 +241,12 @@ class ShardReader:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         try:
-            self._shards = json.loads((self.directory / INDEX / LIST).read_bytes())["shards"]
-        except (OSError, ValueError, KeyError) as error:
+            self._shards = read_list(self.directory)
+        except (OSError, ValueError) as error:
             raise ValueError(f"{directory}: no directory of shards ({error})") from None
         self._first = [0]
         for shard in self._shards:
-            self._first.append(self._first[-1] + int(shard["lines"]))
+            self._first.append(self._first[-1] + shard["lines"])
         self._open: dict[int, FrameReader] = {}
 
     def __len__(self) -> int:

@@ -1,18 +1,23 @@
 """Files of zstd frames with an index, which can be read from their middle: the shards of :mod:`megatron_lite.clean.shards`.
 
 Each frame holds whole lines. The index, ``.index/NAME.json`` beside the file, has for each frame where it begins in the file,
-which line is its first, and where its text begins in the text of the file: all three rise, from 0.
+which line is its first, and where its text begins in the text of the file: all three rise, from 0. A directory of them may have
+a list, ``.index/shards.json``, of all that belong to it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 INDEX = ".index"  # directory of the indices: hidden, so that a directory of shards holds nothing but text
+LIST = "shards.json"  # in it: the shards and their lines
+_NAMED = 3  # files in a message
 _HEADER = 18  # bytes of the longest header of a frame
 
 
@@ -80,6 +85,39 @@ def fitting_index(path: Path) -> FrameIndex | None:
             if size != starts[number + 1] - frame.start:
                 return None
     return index if index.frames else None
+
+
+def read_list(directory: Path) -> list[dict[str, Any]]:
+    """The shards of a directory: ``name``, ``lines``, ``bytes`` of text, ``packed_bytes`` of the file.
+
+    Raises FileNotFoundError: it has no list; ValueError: its list is none.
+    """
+    path = directory / INDEX / LIST
+    try:
+        shards = json.loads(path.read_bytes())["shards"]
+        return [{"name": str(s["name"]), **{n: int(s[n]) for n in ("lines", "bytes", "packed_bytes")}} for s in shards]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path}: not the list of a directory of shards") from None
+
+
+def differing(directory: Path, names: Iterable[str]) -> str:
+    """How a directory with files of these names differs from its list of shards, in words; empty: it does not, or has none."""
+    try:
+        listed = {shard["name"]: shard["packed_bytes"] for shard in read_list(directory)}
+    except FileNotFoundError:
+        return ""
+    there = {name: (directory / name).stat().st_size for name in names if name.endswith(".jsonl.zst")}
+    found = {
+        "missing": listed.keys() - there,
+        "not listed": there.keys() - listed,
+        "of another size": {name for name in listed.keys() & there if listed[name] != there[name]},
+    }
+    return "; ".join(f"{_few(sorted(some))} {what}" for what, some in found.items() if some)
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
 
 
 def zstandard_package() -> ModuleType:

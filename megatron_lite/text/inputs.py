@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_lite.config.text_files import DAT, LINES, PARQUET, PLAIN, STANDARD_INPUT, SUPPORTED, TAR, name_of
+from megatron_lite.text.frames import INDEX, LIST, differing
 from megatron_lite.text.records import BadRecord, count_lines
 
 
@@ -246,6 +247,11 @@ def _below(directory: str, flag: str) -> list[Path]:
         if (real := os.path.realpath(top)) in seen:
             raise ValueError(f"{flag} {directory}: {top} is reached a second time, through a link")
         seen.add(real)
+        if wrong := differing(Path(top), inside):
+            raise ValueError(
+                f"{flag} {directory}: {top} is not as {os.path.join(INDEX, LIST)} in it lists its shards: {wrong}; bring it "
+                f"back from a copy, or give the pattern '{os.path.join(top, '*.jsonl.zst')}' to read what is there"
+            )
         files += [Path(top, n) for n in inside if not n.startswith(".") and n != "_SUCCESS"]
     files.sort(key=_in_order)
     unknown = [str(f) for f in files if name_of(f) is None]

@@ -1,9 +1,10 @@
 """Speed of tools/preprocess_data.py, from JSON lines to finished ``.bin`` and ``.idx``, beside the tokenizers' own packages.
 
-Every figure is of one pass in a fresh process, its start included. The corpora are those of tools/bench/corpus.py; the
-tokenizers (32,000 tokens) are trained on the start of the corpus. The peer of the byte-level BPE is ``encode_batch`` of
-Hugging Face ``tokenizers`` in one process, that of the SentencePiece model one thread of ``sentencepiece``; both are
-timed without reading and parsing, on the first megabytes of the same file, before and after ours. Example::
+Every pass is the first of a fresh process, its start included; ours and the peer take turns, and the figures are medians. The
+corpora are those of tools/bench/corpus.py; the tokenizers (32,000 tokens) are trained on the start of the corpus. The peer of
+the byte-level BPE is ``encode_batch`` of Hugging Face ``tokenizers`` in one process, that of the SentencePiece model one
+thread of ``sentencepiece``; both read and parse (``json``) the first megabytes of the same file, their start and the writing of
+files left out. A megabyte is one of the file. Example::
 
     python tools/bench/preprocess.py --megabytes 1000
 """
@@ -16,8 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED_ON = 30_000_000  # characters
@@ -64,24 +67,22 @@ def train(folder: Path, corpus: Path) -> None:
 
 
 def peer_speed(kind: str, folder: Path, corpus: Path, megabytes: float) -> float:
-    """MB/s of text of the peer; runs in a process of its own."""
-    texts = texts_of(corpus, int(megabytes * 1e6))
-    size = sum(len(text.encode()) for text in texts) / 1e6
+    """MB/s of the peer; runs in a process of its own."""
     if kind == "hf":
         from tokenizers import Tokenizer
 
         encode = Tokenizer.from_file(str(folder / "hf" / "tokenizer.json")).encode_batch
-        began = time.perf_counter()
-        for start in range(0, len(texts), 1000):
-            encode(texts[start : start + 1000])
     else:
         from sentencepiece import SentencePieceProcessor
 
         model = SentencePieceProcessor(model_file=str(folder / "sp.model"))
-        began = time.perf_counter()
-        for text in texts:
-            model.encode(text)
-    return size / (time.perf_counter() - began)
+        encode = partial(model.encode, num_threads=1)
+    size, began = 0, time.perf_counter()
+    with open(corpus, "rb") as file:
+        while size < megabytes * 1e6 and (lines := list(islice(file, 1000))):
+            encode([json.loads(line)["text"] for line in lines])
+            size += sum(map(len, lines))
+    return size / 1e6 / (time.perf_counter() - began)
 
 
 def peer(kind: str, folder: Path, corpus: Path, megabytes: float) -> float:
@@ -103,7 +104,7 @@ def ours(kind: str, folder: Path, corpus: Path, workers: int) -> tuple[float, st
     return time.perf_counter() - began, done.stdout
 
 
-def section(folder: Path, corpora: dict[str, Path], workers: int, peer_megabytes: float) -> None:
+def section(folder: Path, corpora: dict[str, Path], workers: int, peer_megabytes: float, rounds: int) -> None:
     """Print the figures."""
     small = folder / "small.jsonl"
     small.write_text('{"text": "a few words"}\n' * 100)
@@ -111,10 +112,12 @@ def section(folder: Path, corpora: dict[str, Path], workers: int, peer_megabytes
     names = {"hf": "byte-level BPE; tokenizers, one process", "sp": "SentencePiece; sentencepiece, one thread"}
     for title, corpus in corpora.items():
         for kind, name in names.items():
-            beside = [peer(kind, folder, corpus, peer_megabytes / (1 if kind == "hf" else 2))]
-            seconds, said = ours(kind, folder, corpus, workers)
-            beside.append(peer(kind, folder, corpus, peer_megabytes / (1 if kind == "hf" else 2)))
-            speed, its = corpus.stat().st_size / 1e6 / seconds, sum(beside) / len(beside)
+            beside, times = [peer(kind, folder, corpus, peer_megabytes)], []
+            for _ in range(rounds):
+                seconds, said = ours(kind, folder, corpus, workers)
+                times.append(seconds)
+                beside.append(peer(kind, folder, corpus, peer_megabytes))
+            speed, its = corpus.stat().st_size / 1e6 / median(times), median(beside)
             goal = goals[kind] if title == "mixed" else "none"
             line(f"{title}, {name}", f"{speed:.1f} MB/s", f"{its:.2f} MB/s", f"{speed / its:.1f}", goal)
             print("   ", said.splitlines()[0], *[s for s in said.splitlines() if s.startswith("note")], flush=True)
@@ -135,7 +138,8 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=1000, help="of each corpus")
     parser.add_argument("--corpus", type=Path, help="JSON lines in place of the mixed corpus")
     parser.add_argument("--workers", type=int, default=2, help="of the tool")
-    parser.add_argument("--peer-megabytes", type=float, default=40)
+    parser.add_argument("--peer-megabytes", type=float, default=30, help="of a pass of the peer")
+    parser.add_argument("--rounds", type=int, default=3, help="passes of the tool, of which the median counts")
     parser.add_argument("--directory", help="for temporary files")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.directory) as name:
@@ -148,7 +152,7 @@ def main() -> None:
                 subprocess.run([*script, "--megabytes", str(args.megabytes), *more], check=True)
         train(folder, corpora["mixed"])
         line("", "ours", "peer", "ratio", "goal")
-        section(folder, corpora, args.workers, args.peer_megabytes)
+        section(folder, corpora, args.workers, args.peer_megabytes, args.rounds)
 
 
 if __name__ == "__main__":

@@ -278,6 +278,8 @@ class Fails(LocalStep):
     name = "fails"
 
     def apply(self, documents: Any) -> None:
+        if any("dawdle" in d.text for d in documents):
+            time.sleep(1.5)
         if any("explode" in d.text for d in documents):
             raise ValueError("too much")
 
@@ -290,6 +292,18 @@ def test_a_step_that_raises_is_named_with_its_documents(tmp_path: Path, workers:
     with pytest.raises(StepFailed, match=r"1 fails failed at lines \d+ to \d+ of .*in\.jsonl: ValueError: too much"):
         one_run(tmp_path, [path], steps=steps, workers=workers)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_documents_that_take_long_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    monkeypatch.setattr("megatron_lite.text.progress._PATIENCE", 0.3)
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": "dawdle" if n == 30 else "fine " * 40}) + "\n" for n in range(60)))
+    said: list[str] = []
+    steps = Pipeline((StepConfig("fails", None, Fails),))
+    Run(steps, [path], tmp_path / "out", RunOptions(workers=workers, reading=SMALL_BLOCKS), said.append).run()
+    found = re.findall(r"^still at lines (\d+) to (\d+) of .*in\.jsonl, for \d s$", "\n".join(said), re.M)
+    assert any(int(first) <= 31 <= int(last) for first, last in found), said
 
 
 # ---- corpora that grow

@@ -62,6 +62,10 @@ def leave() -> None:
     os._exit(7)
 
 
+def dawdle() -> None:
+    time.sleep(1.5)
+
+
 def fail() -> None:
     raise RuntimeError("out of ink")
 
@@ -448,6 +452,16 @@ def test_dead_worker_is_noticed_and_named(tmp_path: Path, hook: Any, how: str) -
     assert first <= 7 <= last
     assert ("Out of memory?" in str(e.value)) == (hook is die)
     assert names(tmp_path) == ["a.jsonl"]
+
+
+@WORKERS
+def test_lines_that_take_long_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    monkeypatch.setattr("megatron_lite.text.progress._PATIENCE", 0.3)
+    said: list[str] = []
+    reading = InputOptions(block_bytes=1 << 16)
+    run(failing(tmp_path), tmp_path / "out", workers, hook=dawdle, reading=reading, say=said.append)
+    found = re.findall(r"^still at lines (\d+) to (\d+) of .*a\.jsonl, for \d s$", "\n".join(said), re.M)
+    assert any(int(first) <= 7 <= int(last) for first, last in found), said
 
 
 @WORKERS

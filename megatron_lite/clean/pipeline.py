@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from megatron_lite.clean.step import SAVED_BY, CorpusStep, bucket_path
 from megatron_lite.config.values import plain
 from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions, called
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed, without_workers
+from megatron_lite.text.progress import told
 from megatron_lite.text.records import BadInput
 
 
@@ -235,11 +236,12 @@ class Run:
         else:
             results = self._pool.map(blocks, answer)
         try:
-            for done in results:
-                if done.error is not None:
-                    raise BadInput(done.error)
-                yield done
-                progress.tell()
+            with closing(told(results, progress.oldest, self.say)) as results:
+                for done in results:
+                    if done.error is not None:
+                        raise BadInput(done.error)
+                    progress.tell()
+                    yield done
         except WorkerFailed as error:
             raise StepFailed(str(error)) from None
         except WorkerDied as error:

@@ -7,6 +7,7 @@ whole file, and the files inside an archive count on.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,7 @@ class Progress:
         self._what, self._total, self._say = what, total, say
         self._begun = self._said = time.monotonic()
         self._read = 0
+        self._given: deque[Block] = deque()
 
     def counted(self, blocks: Iterable[Block]) -> Iterator[Block]:
         """Pass blocks on and count their bytes, those of files as they lie on the disk."""
@@ -90,10 +92,17 @@ class Progress:
                     file, before = block.file, block.block.offset if isinstance(block.block, Lines) else 0
                 self._read += block.block.taken - before
                 before = block.block.taken
+            self._given.append(block)
             yield block
 
+    def oldest(self) -> str:
+        """The place of the block whose result is waited for."""
+        given = list(self._given)
+        return given[0].place() if given else ""
+
     def tell(self) -> None:
-        """Say it, when the last time is long ago."""
+        """The next block's result is there: say how far it is, when the last time is long ago."""
+        self._given.popleft()
         now = time.monotonic()
         if now - self._said > _SAY_EVERY:
             self._said = now

@@ -1,13 +1,42 @@
-"""How far a preprocessing run is: a bar on a terminal, lines in a log."""
+"""How far a preprocessing run is: a bar on a terminal, lines in a log; and where it is when nothing comes of it."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from typing import TypeVar
 
 from tqdm import tqdm
 
 from megatron_lite.text.encode import Counts
+
+T = TypeVar("T")
+_PATIENCE = 10.0  # seconds
+
+
+def told(results: Iterator[T], place: Callable[[], str], say: Callable[[str], None]) -> Generator[T, None, None]:
+    """The results; while none comes for longer than 10, 20, 40, ... seconds, a thread says at which place the work is.
+
+    ``place`` gives an empty text where nothing is worked on.
+    """
+    over, came = threading.Event(), [0]
+
+    def watch() -> None:
+        before, silent = 0, 0
+        while not over.wait(_PATIENCE):
+            silent = silent + 1 if came[0] == before else 0
+            before = came[0]
+            if silent.bit_count() == 1 and (where := place()):
+                say(f"still at {where}, for {silent * _PATIENCE:.0f} s")
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        for result in results:
+            came[0] += 1
+            yield result
+    finally:
+        over.set()
 
 
 class Progress:

@@ -28,7 +28,7 @@ from megatron_lite.text.encode import Counts, Encoded, Work
 from megatron_lite.text.inputs import STANDARD_INPUT, Block, InputOptions, Lines, called
 from megatron_lite.text.journal import Finished, Identity, Journal
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
-from megatron_lite.text.progress import Progress
+from megatron_lite.text.progress import Progress, told
 from megatron_lite.text.records import BadInput, count_lines
 from megatron_lite.text.shares import Part, Place, Share, after, numbers_before, place_of, read, shares
 
@@ -60,6 +60,18 @@ class Stream:
     def numbers_before(self, share: Share) -> int:
         """What to add to the numbers of lines in blocks of a share."""
         return numbers_before(share, self.options)
+
+    def at(self, share: Share, block: Block) -> str:
+        """Which lines a block holds, for people."""
+        if not isinstance(block, Lines):
+            return f"documents {block.first} to {block.first + len(block) - 1} of {block.file}"
+        first = block.first + self.numbers_before(share)
+        return f"lines {first} to {first + block.data.rstrip().count(bytes([10]))} of {block.file}"
+
+    def oldest(self) -> str:
+        """The lines whose result is waited for."""
+        given = list(self.given)
+        return self.at(*given[0]) if given else ""
 
 
 class AlreadyComplete(Exception):
@@ -174,7 +186,8 @@ def run_job(
         first = next(source, None)
         job.begin(None if first is None else first[1], say)
         stream = Stream(source if first is None else chain([first], source), job.reading)
-        taken = _write_all(job.encoded(stream, workers, stack), stream, writers, journal, progress, whole, total, taken)
+        results = stack.enter_context(closing(told(job.encoded(stream, workers, stack), stream.oldest, say)))
+        taken = _write_all(results, stream, writers, journal, progress, whole, total, taken)
         if not total.documents and part is None:
             what = [f"no {job.called} were written: {called(inputs)} of {max(total.bytes, size):,} bytes"]
             raise BadInput("; ".join(what + total.skipped()))
@@ -271,17 +284,10 @@ def in_processes(
     except WorkerFailed as error:
         raise BadInput(f"{error}; nothing was written") from None
     except WorkerDied as error:
-        what = f" in {_numbers(stream, error.item.block)}" if isinstance(error.item, Work) else ""
+        at = [stream.at(*given) for given in stream.given if isinstance(error.item, Work) and given[1] is error.item.block]
+        what = f" in {at[0]}" if at else ""
         hint = " Out of memory? Fewer --workers need less." if "SIGKILL" in error.worker else ""
         raise BadInput(f"{error.worker}{what}; nothing was written.{hint}") from None
-
-
-def _numbers(stream: Stream, block: Block) -> str:
-    """Which lines a block holds, for people."""
-    if not isinstance(block, Lines):
-        return f"documents {block.first} to {block.first + len(block) - 1} of {block.file}"
-    first = block.first + next((stream.numbers_before(share) for share, given in stream.given if given is block), 0)
-    return f"lines {first} to {first + block.data.rstrip().count(bytes([10]))} of {block.file}"
 
 
 def _taken(whole: Sequence[Share], share: Share, block: Block) -> int:

@@ -302,7 +302,7 @@ def test_a_full_disk_is_no_traceback(good: list[str], monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(shards, "_compress", full)
     assert run(good) == ERROR
-    assert "No space left on device; nothing was written to" in capsys.readouterr().err
+    assert re.search(r"No space left on device: '.*part-0.0.tmp'; nothing was written to", capsys.readouterr().err)
     monkeypatch.undo()
     assert run(good) == DONE
 

@@ -6,8 +6,12 @@ import errno
 import io
 import json
 import os
+import re
+import resource
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +26,8 @@ from megatron_lite.clean.exact import Exact, SeenOptions
 from megatron_lite.clean.minhash import MinHash, MinHashOptions
 from megatron_lite.clean.normalise import Normalise, NormaliseOptions
 from megatron_lite.clean.pipeline_output import Output
-from megatron_lite.clean.pipeline_work import PlanDiffers
+from megatron_lite.clean.pipeline_stage import StepFailed
+from megatron_lite.clean.pipeline_work import PartsMissing, PlanDiffers
 from megatron_lite.clean.quality import Quality, QualityOptions
 from megatron_lite.clean.shards import INDEX, LIST, ShardWriter, shard_name, write_list
 from megatron_lite.text.inputs import expand_inputs
@@ -209,3 +214,41 @@ def test_a_directory_of_shards_is_given_whole_or_refused(tmp_path: Path) -> None
     (out / INDEX / LIST).write_text("[]")
     with pytest.raises(ValueError, match="not the list of a directory of shards"):
         expand_inputs([str(out)])
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A disk that is full for files of more bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_full_disk_is_told_with_what_was_written(tmp_path: Path, parts: int) -> None:
+    paths, told = write_corpus(tmp_path, 200), set()
+    step, options = (Exact, SeenOptions(unit="line", min_length=1)) if parts > 1 else (MinHash, MinHashOptions())
+    steps = Pipeline((*KEEP.steps, StepConfig(step.name, options, step)))
+
+    def some_parts(place: Path) -> None:
+        for part in (*range(parts), *range(parts)):
+            with suppress(PartsMissing):
+                one_run(place, paths, part, parts, steps)
+
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "full").mkdir()
+    some_parts(tmp_path / "whole")
+    for size in (10, *range(100, 20_000, 300)):
+        with files_of_at_most(size):
+            try:
+                some_parts(tmp_path / "full")
+            except (OSError, StepFailed) as error:
+                assert str(error).endswith("'") and f": '{tmp_path / 'full'}/" in str(error) and "File too large" in str(error)
+                told.add(re.sub("-.*", "", Path(str(error)).name))
+                assert not (tmp_path / "full" / "out").exists()
+    assert told >= {"plan.0.tmp'", "out.html.0.tmp'", *(("sets",) if parts == 1 else ("shard", "counts.json.tmp'"))}
+    some_parts(tmp_path / "full")
+    assert files_of(tmp_path / "full") == files_of(tmp_path / "whole")

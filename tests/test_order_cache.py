@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import struct
@@ -276,3 +277,14 @@ def test_numpy_alone_gives_the_same_files(tmp_path, monkeypatch):
     dataset(data, tmp_path / "two")
     assert files(tmp_path / "one")[0].read_bytes() == files(tmp_path / "two")[0].read_bytes()
     assert order_cache.MAGIC == files(tmp_path / "one")[0].read_bytes()[:8]
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/a-.*\.order\..*\.tmp'"):
+            cached_arrays(tmp_path / "a", {}, lambda: {"x": np.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.glob("a*"))

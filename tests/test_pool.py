@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -49,3 +50,20 @@ def test_pool_answers_questions_in_the_order_of_the_items(workers: int) -> None:
     for turn in range(2):
         numbers_of_turn = [n for n, its in asked if its == turn and n < 40][: len([n for n in range(40) if n % 3 > turn])]
         assert numbers_of_turn == [n for n in range(40) if n % 3 > turn]
+
+
+def make_filler() -> Callable[[int], bytes]:
+    return bytes
+
+
+@pytest.mark.parametrize("items", [[1, b"x" * 100_000], [1, 100_000]])
+def test_memory_that_cannot_be_had_is_named(items: list[Any]) -> None:
+    """Too much is said to a worker, and by one."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        told = pytest.raises((OSError, WorkerFailed), match="File too large: 'memory that worker processes share'")
+        with told, OrderedPool(1, make_filler) as pool:
+            list(pool.map(iter(items)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

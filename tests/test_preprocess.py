@@ -643,7 +643,7 @@ def test_full_disk(tmp_path: Path, workers: int) -> None:
     process = start_tool(tmp_path, workers, lines=150_000, preexec_fn=limit)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and errors.startswith("error: ") and errors.count("\n") == 1
-    assert "(while writing " in errors and ".tmp)" in errors and "nothing was written" in errors
+    assert "File too large: " in errors and ".tmp'" in errors and "nothing was written" in errors
     assert names(tmp_path) == ["a.jsonl"]
 
 

@@ -97,7 +97,7 @@ def decide_bucket(config: StepConfig, scratch: Path, bucket: int, parts: Sequenc
     drops["number"] = keys["number"]
     if "unit" in (keys.dtype.names or ()):
         drops["unit"] = keys["unit"]
-    drops.tofile(into / "drops")
+    write_whole(into / "drops", drops.view(np.uint8).data)
     write_whole(into / "outcome.json", json.dumps(decider.outcome(bucket, into)).encode())
 
 
@@ -111,7 +111,7 @@ def gather_drops(decided: Sequence[Path], first: int | None, last: int | None, i
         more.append(np.array(between(read_array(directory / "drops", DROPS), first, last)))
         if sum(map(len, more)) > len(found) + _TOGETHER:
             found, more = _each_once([found, *more]), []
-    _each_once([found, *more]).tofile(into)
+    write_whole(into, _each_once([found, *more]).view(np.uint8).data)
 
 
 def _each_once(drops: Sequence[np.ndarray]) -> np.ndarray:

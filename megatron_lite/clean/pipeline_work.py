@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.clean.shards import write_whole
+from megatron_lite.data.locked_file import naming
 
 _POLL = 0.5  # seconds between looks at what others have finished
 
@@ -118,7 +119,8 @@ class WorkDirectory:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         try:
-            yield draft
+            with naming(draft):
+                yield draft
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise

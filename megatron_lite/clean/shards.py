@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import zstandard
 
+from megatron_lite.data.locked_file import LockedFile, naming
 from megatron_lite.text.frames import INDEX, LIST, index_path, read_index, read_list
 from megatron_lite.text.records import count_lines
 
@@ -53,8 +54,8 @@ class FrameFile:
         self.path = path
         self.lines = self.bytes = 0
         index_path(path).parent.mkdir(exist_ok=True)
-        self._temporary = Path(f"{path}.tmp")
-        self._file: IO[bytes] = open(self._temporary, "wb")
+        self._file = LockedFile(str(path))
+        self._file.open()
         self._compressor = compressor
         self._pending: deque[Future[bytes]] = deque()
         self._buffer: list[memoryview] = []
@@ -75,9 +76,7 @@ class FrameFile:
         self._end_frame()
         while self._pending:
             self._write_one()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        self._file.sync()
         frames = [[offset, *begin] for offset, begin in zip(self._offsets, self._begins, strict=False)]
         index = {
             "format": "megatron-lite shard",
@@ -87,11 +86,11 @@ class FrameFile:
             "frames": frames,
         }
         write_whole(index_path(self.path), json.dumps(index).encode() + b"\n")
-        os.replace(self._temporary, self.path)
+        self._file.publish(self.path)
 
     def close(self) -> None:
         """Give up what is not finished."""
-        self._file.close()
+        self._file.remove()
 
     def _end_frame(self) -> None:
         if self._buffer:
@@ -157,10 +156,10 @@ def first_line(data: bytes, at: int) -> int:
     return data.find(b"\n", at - 1) + 1 or len(data) if at > 0 else 0
 
 
-def write_whole(path: Path, data: bytes, draft: Path | None = None) -> None:
-    """Write a small file that is there whole or not at all; ``draft`` is its name until then (``path.tmp``)."""
+def write_whole(path: Path, data: bytes | memoryview, draft: Path | None = None) -> None:
+    """Write a file that is there whole or not at all; ``draft`` is its name until then (``path.tmp``)."""
     draft = draft or Path(f"{path}.tmp")
-    with open(draft, "wb") as file:
+    with naming(draft), open(draft, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

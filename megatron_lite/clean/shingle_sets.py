@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron_lite.clean.bucket_file import BucketFile, damaged, open_bucket_file
 from megatron_lite.clean.step import bucket_path
+from megatron_lite.data.locked_file import naming
 
 COPIED = 1 << 22  # shingles that are copied at a time
 MAPPED = 128  # files of sets that are open at a time
@@ -38,7 +39,8 @@ class SetWriter:
 
     def __init__(self, scratch: str) -> None:
         self.name = int.from_bytes(os.urandom(8), "little")
-        self._file = os.open(set_path(scratch, self.name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._path = set_path(scratch, self.name)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self._position = 0
 
     def append(self, numbers: Sequence[int], sets: Sequence[np.ndarray]) -> list[int]:
@@ -51,8 +53,9 @@ class SetWriter:
             pieces += RECORD.pack(number, len(shingles), zlib.crc32(data)), data
             self._position += RECORD.size + len(data)
         view = memoryview(b"".join(pieces))
-        while view:
-            view = view[os.write(self._file, view) :]
+        with naming(self._path):
+            while view:
+                view = view[os.write(self._file, view) :]
         return positions
 
 

@@ -7,6 +7,7 @@ a killed process left is taken over by the next one, and two processes that writ
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -19,6 +20,19 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+
+
+@contextlib.contextmanager
+def naming(what: object) -> Iterator[None]:
+    """An error of the disk in here names what is written, which the system leaves out when a file is open already."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _DISK:
+            raise OSError(error.errno, error.strerror, str(what)) from None
+        raise
 
 
 class LockedFile:
@@ -63,17 +77,16 @@ class LockedFile:
         assert self._file is not None
         view = memoryview(data)
         try:
-            while view:
-                written = self._file.write(view)
-                view = view[written:]
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror} (while writing {self.path})") from None
+            with naming(self.path):
+                while view:
+                    written = self._file.write(view)
+                    view = view[written:]
         finally:
             view.release()
 
     def write_at(self, offset: int, data: bytes) -> None:
         """Write over existing bytes (the file is opened for appending, so through a descriptor of its own)."""
-        with open(self.path, "r+b", buffering=0) as file:
+        with naming(self.path), open(self.path, "r+b", buffering=0) as file:
             file.seek(offset)
             file.write(data)
 
@@ -89,7 +102,8 @@ class LockedFile:
     def sync(self) -> None:
         """Flush to the disk."""
         assert self._file is not None
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close and leave it; it can be opened again."""

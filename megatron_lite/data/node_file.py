@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from megatron_lite.data.locked_file import naming
+
 _POLL_SECONDS = 0.1
 
 
@@ -64,7 +66,7 @@ def new_file(path: Path, *, sync: bool = True) -> Iterator[IO[bytes]]:
             left.unlink(missing_ok=True)
     temporary = path.with_name(f"{path.name}.{host}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with naming(temporary), open(temporary, "wb") as file:
             yield file
             file.flush()
             if sync:

@@ -29,7 +29,7 @@ from multiprocessing.reduction import DupFd, ForkingPickler
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
-from megatron_lite.data.locked_file import interrupts_held
+from megatron_lite.data.locked_file import interrupts_held, naming
 
 _IN_HAND = 2  # items that a worker has
 _AHEAD = 4  # results per worker that may wait for an earlier one
@@ -86,7 +86,8 @@ class _Shared:
     def put(self, value: Any) -> int:
         """Say something; how many bytes it takes."""
         self._file.seek(0)
-        ForkingPickler(self._file, 5).dump(value)
+        with naming("memory that worker processes share"):
+            ForkingPickler(self._file, 5).dump(value)
         return self._file.tell()
 
     def get(self, size: int) -> Any:
@@ -298,9 +299,10 @@ def _serve(pipe: Connection, memory: list[_Shared], make: Callable[[], Callable[
                         asking[slot] = going
                     except StopIteration as end:
                         kind, found = _DONE, end.value
+                size = memory[slot].put(found)
             except Exception as error:
-                kind, found = _FAILED, f"{type(error).__name__}: {error}"
-            pipe.send((slot, kind, memory[slot].put(found)))
+                kind, size = _FAILED, memory[slot].put(f"{type(error).__name__}: {error}")
+            pipe.send((slot, kind, size))
 
 
 def _receive(pipe: Connection, memory: list[_Shared], said: SimpleQueue[tuple[int, Any]]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -157,6 +159,32 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("team_turn.py").write_text(text + "# another\n")
     again = train_here(f"{flags} --load one --log-dir again --train-iters 5 --lr-decay-iters 4")
     assert again.code == 0 and "the transform is not that of the checkpoint" in again.text
+
+
+def test_a_function_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("megatron_lite.data.loader._PATIENCE", 0.1)
+
+    def slow(row: Row, generator: np.random.Generator) -> Row:
+        if row.index == 6:
+            time.sleep(0.9)
+        return row
+
+    with Loader(rows(slow), micro_batch_size=2, seq_length=S, num_workers=1, dp_index=1, dp_size=2) as loader:
+        loader.step(4, 4)
+    lines = capsys.readouterr().err.splitlines()
+    said = r"waiting \d s for sample 6 \(data-parallel rank 1\), in --transform m:f"
+    assert lines and all(re.fullmatch(said, line) for line in lines), lines
+
+
+def test_steps_without_loss_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first, the second and the fourth of them."""
+    monkeypatch.chdir(tmp_path)
+    text = "import numpy as np\nfrom dataclasses import replace\ndef mask(row, generator):\n"
+    Path("team_mask.py").write_text(text + "    return replace(row, loss_mask=np.zeros(len(row.tokens) - 1, dtype=np.uint8))\n")
+    found = train_here(f"{MOCK} --train-iters 5 --transform team_mask:mask")
+    warned = [line for line in found.text.splitlines() if "carries loss, so nothing is learned" in line]
+    assert found.code == 0 and [line.split(" of step ")[1][0] for line in warned] == ["1", "2", "4"], found.text
+    assert "such steps" not in train_here(f"{MOCK} --train-iters 2").text
 
 
 # ---- the examples

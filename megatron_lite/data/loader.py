@@ -8,16 +8,19 @@ ramps; when the loop asks for something else (a rollback), it is dropped and bui
 
 The digest of a step is what ranks compare to be sure that they compute on the same samples: sample numbers, document
 borders, loss masks, valid-token counts and token ids.
+
+A disk that does not answer, or a function of one's own that does not return, is named after 10 seconds, and again and again.
 """
 
 from __future__ import annotations
 
 import struct
+import sys
 import time
 import zlib
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +28,9 @@ import torch
 from megatron_lite.data.batch import Batch, make_batch
 from megatron_lite.data.row import Dataset, Row
 from megatron_lite.data.sampler import Sampler
+from megatron_lite.data.transform import TransformedRows
 
+_PATIENCE = 10.0  # seconds that samples are waited for without a word
 _BYTES_PER_TOKEN = 32  # tokens, targets, positions: int64; cu_seqlens: int32; loss_mask: float32
 
 
@@ -101,6 +106,7 @@ class Loader:
         self._pool = ThreadPoolExecutor(num_workers, "loader", self._enter_thread) if num_workers else None
         self._queue: deque[tuple[int, list[int], Future[_Built]]] = deque()  # (consumed before it, samples, microbatch)
         self._tail = 0  # consumed after the last one in the queue
+        self._reading: set[int] = set()  # samples that threads are at
 
     def __enter__(self) -> Loader:
         return self
@@ -131,7 +137,7 @@ class Loader:
             for _ in range(count):
                 _, ids, future = self._queue.popleft()
                 samples.append(ids)
-                built.append(future.result())
+                built.append(self._result(future))
         except BaseException:
             self._drop()
             raise
@@ -162,6 +168,16 @@ class Loader:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = None
+
+    def _result(self, future: Future[_Built]) -> _Built:
+        waited, patience = 0.0, _PATIENCE
+        while not future.done() and not wait([future], patience).done:
+            waited, patience = waited + patience, 2 * patience
+            through = f", in --transform {self.dataset.transform.name}" if isinstance(self.dataset, TransformedRows) else ""
+            samples = ", ".join(map(str, sorted(self._reading)))
+            rank = self.sampler.dp_index
+            print(f"waiting {waited:.0f} s for sample {samples} (data-parallel rank {rank}){through}", file=sys.stderr, flush=True)
+        return future.result()
 
     def _seek(self, consumed: int) -> None:
         """Make the queue begin at ``consumed``."""
@@ -212,6 +228,7 @@ class Loader:
             torch.cuda.set_device(self.device)
 
     def _row(self, j: int) -> Row:
+        self._reading.add(j)
         try:
             row = self.dataset.row(j)
             if len(row.tokens) != self.seq_length + 1:
@@ -220,6 +237,8 @@ class Loader:
             raise SampleError(
                 f"sample {j} (data-parallel rank {self.sampler.dp_index}) could not be read: {type(error).__name__}: {error}"
             ) from error
+        finally:
+            self._reading.discard(j)
         return row
 
     def _to_device(self, batches: list[Batch]) -> list[Batch]:

@@ -70,7 +70,7 @@ class Training:
         # Where a rollback finds a checkpoint of this very run.
         whole = found is not None and config.checkpoint.load_optim and not config.checkpoint.finetune
         self._roll_back_to = found.directory.parent if whole and found is not None else None
-        self._step_seconds = 0.0
+        self._step_seconds, self._without_loss = 0.0, 0
         self._buffers = {name: b.clone() for name, b in self.assembly.stage.persistent_buffers().items()}
 
     # ---- the loop
@@ -166,6 +166,13 @@ class Training:
             extra=self._extra_numbers(),
             sources=None if self.data.mix is None else self.data.mix.consumed,
         )
+        if report.tokens == 0:
+            self._without_loss += 1
+            if self._without_loss.bit_count() == 1:  # the 1st, 2nd, 4th, ...; one alone may be in order, in small batches
+                self.reporter.say(
+                    f"warning: no target of the {size:,} samples of step {counted.step} carries loss, so nothing is learned from "
+                    f"them ({self._without_loss:,} such steps in this run): look at the loss masks, and at --transform"
+                )
         why = self.scaler.update(not report.skipped)
         if report.skipped and self._not_finite(report, batches, scale, why):
             return None  # rolled back: this step does not count

@@ -29,6 +29,7 @@ from megatron_lite.clean.pipeline_input import shares
 from megatron_lite.clean.pipeline_keys import by_bucket, gather_drops
 from megatron_lite.clean.pipeline_stage import DROPS, StepFailed, between
 from megatron_lite.clean.pipeline_work import PartsMissing, PlanDiffers
+from megatron_lite.clean.report import summary
 from megatron_lite.clean.shards import ShardReader, write_list
 from megatron_lite.clean.step import CorpusOptions, CorpusStep, Document, LocalStep
 from megatron_lite.text.inputs import InputOptions
@@ -245,7 +246,12 @@ def test_bad_records_are_skipped_and_counted(tmp_path: Path) -> None:
     path.write_text(BAD)
     report = one_run(tmp_path, [path], skip_bad=True)
     assert [r["text"] for r in lines_of(tmp_path / "out")] == ["a fine one here", "the last one here"]
-    assert sum(report["records"]["bad"].values()) == 5 and report["records"]["read"] == 2
+    found = report["records"]
+    assert sum(found["bad"].values()) == 5 and (found["read"], found["documents"], found["empty"]) == (7, 2, 0)
+    told, page = page_of(tmp_path)
+    assert told["records"] == found and summary(report).startswith("7 records read: 2 documents, 0 empty, 5 bad\n  ")
+    rows = [tuple(cell.text() for cell in row.css("td")) for row in page.css("tr")]
+    assert {("read", "7"), ("documents", "2"), *((f"bad: {why}", str(n)) for why, n in found["bad"].items())} <= set(rows)
 
 
 LINES = [

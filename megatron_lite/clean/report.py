@@ -45,7 +45,12 @@ def report_data(pipeline: Pipeline, inputs: Sequence[str], counts: StageCounts) 
         "version": 1,
         "pipeline": pipeline.as_data(),
         "inputs": list(inputs),
-        "records": {"read": sum(counts.read.values()), "empty": counts.empty, "bad": _by_count(counts.bad)},
+        "records": {
+            "read": sum(counts.read.values()) + sum(counts.bad.values()),
+            "documents": total["documents_in"],
+            "empty": counts.empty,
+            "bad": _by_count(counts.bad),
+        },
         "total": _rates(total),
         "sources": sources,
         "lengths_in": _lengths(first.lengths_in),
@@ -135,8 +140,9 @@ def as_json(report: dict[str, Any]) -> bytes:
 def summary(report: dict[str, Any]) -> str:
     """A few lines for the terminal: what each step kept."""
     records, total = report["records"], report["total"]
-    lines = [f"{records['read']:,} records read, {records['empty']:,} of them empty"]
-    lines += [f"{n:,} bad: {reason}" for reason, n in records["bad"].items()]
+    bad = sum(records["bad"].values())
+    lines = [f"{records['read']:,} records read: {records['documents']:,} documents, {records['empty']:,} empty, {bad:,} bad"]
+    lines += [f"  {n:,} bad: {reason}" for reason, n in records["bad"].items()]
     width = max(len(step["step"]) for step in report["steps"])
     for step in report["steps"]:
         flow = step["total"]

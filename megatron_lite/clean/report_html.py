@@ -28,9 +28,9 @@ def as_html(report: dict[str, Any]) -> bytes:
     body = ["<h1>Cleaning report</h1>"]
     body += [f'<p class="warning">{escape(warning)}</p>' for warning in report["warnings"]]
     records = report["records"]
-    body.append(_table(("records", "number"), [("read", records["read"]), ("empty", records["empty"])]))
-    if records["bad"]:
-        body.append(_table(("bad records", "number"), list(records["bad"].items())))
+    rows: list[tuple[Cell, ...]] = [(name, records[name]) for name in ("read", "documents", "empty")]
+    rows += [(f"bad: {reason}", n) for reason, n in records["bad"].items()]
+    body.append(_table(("records", "number"), rows))
     body.append("<h2>Steps</h2>")
     rows = [_flow_row(step["step"], step["total"]) for step in report["steps"]]
     body.append(_table(_FLOW_HEAD, [*rows, _flow_row("all steps", report["total"])]))

@@ -57,6 +57,7 @@ def test_the_draft_of_another_run_is_not_taken_up(tmp_path: Path, monkeypatch: p
     shutil.rmtree(tmp_path / "out.work")
     clean(tmp_path, paths[:1])
     assert [r["id"] for r in lines_of(tmp_path / "out")] == [r["id"] for r in records(paths[:1]) if r["text"].strip()]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out", "out.html"]  # nor does it stay for ever
 
 
 @pytest.mark.parametrize("far", [False, True])

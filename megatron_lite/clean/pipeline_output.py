@@ -3,7 +3,8 @@
 Shards are gathered in ``NAME.DIGEST.tmp`` beside the directory (the digest is the plan's, so that no run takes up
 another's), which is renamed when all are there. A part alone has written them already and they are moved; several parts have
 left their lines in a spool each, and anybody writes any shard from those, in a directory of its own first. Parts that come
-to the end at the same time do some work twice and never meet each other's halves.
+to the end at the same time do some work twice and never meet each other's halves. What killed runs left under such names goes
+when a run has its output: nobody can give it the name any more.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import heapq
 import json
 import os
+import re
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -99,11 +101,15 @@ class Output:
             if not self.directory.exists():
                 os.rename(draft, self.directory)
         self.clear()
-        shutil.rmtree(draft, ignore_errors=True)  # begun anew while another part gave it its name
 
     def clear(self) -> None:
-        """Remove what this part has left half done."""
+        """Remove what this part has left half done, and all that anybody has, once the directory has its name."""
         shutil.rmtree(self._own, ignore_errors=True)
+        if self.directory.exists():
+            draft = re.compile(re.escape(self.directory.name) + r"\.[0-9a-f]+\.tmp")
+            for path in self.directory.parent.iterdir():
+                if draft.fullmatch(path.name):
+                    shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
     def _unless_complete(self, known_as: str) -> Iterator[None]:

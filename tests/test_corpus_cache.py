@@ -6,6 +6,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import pytest
 import zstandard
 from train_toys import TINY, steps_of, train_here, trained
 
+from megatron_lite.cli.main import main
 from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.data.indexed import IndexedDataset
@@ -66,7 +68,7 @@ def test_made_once_and_found_again(tmp_path: Path, capsys: pytest.CaptureFixture
     states = {p: p.stat().st_mtime_ns for p in prefix_paths(prefix)}
     assert cache().dataset_of(path) == (prefix, f"{path}: tokenized before, in {prefix}")
     assert {p: p.stat().st_mtime_ns for p in prefix_paths(prefix)} == states and capsys.readouterr().out == ""
-    assert {p.name for p in Path(prefix).parent.iterdir()} == {".locks", *(p.name for p in states)}
+    assert {p.name for p in Path(prefix).parent.iterdir()} == {p.name for p in states}
     other, _ = cache(tmp_path / "elsewhere" / "deep").dataset_of(path)
     assert Path(other).parent == tmp_path / "elsewhere" / "deep" and content(other) == content(prefix)
 
@@ -155,10 +157,11 @@ def test_the_failure_of_one_is_the_failure_of_all(tmp_path: Path, capfd: pytest.
     assert capfd.readouterr().out.count("this once") == 1
     assert {answer for answer, _ in found} == {
         ("error", f"{path}:2: the tokenizer cannot encode the text (not numbers apart by spaces, which the null tokenizer "
-         'reads); --skip-bad leaves such records out: {"text": "no number"} (`megatron-lite data preprocess` has these flags, '
-         "and makes a dataset of the file)")
+         'reads); --skip-bad leaves such records out: {"text": "no number"}. Training skips no record; make a dataset for '
+         f"--data-path {tmp_path}/corpus_text_document first: megatron-lite data preprocess --input {path} --output-prefix "
+         f"{tmp_path}/corpus --skip-bad --append-eod")
     }  # fmt: skip
-    assert [p.suffix for p in (tmp_path / ".tokenized").iterdir() if p.is_file()] == [".json"]
+    assert not (tmp_path / ".tokenized").exists()
     state = path.stat()
     write(path, ["wait 1", "123456789"][:1] + ["10 11 12x"[:8]])
     os.truncate(path, path.stat().st_size)
@@ -178,7 +181,7 @@ def test_a_killed_process_keeps_nobody_waiting_and_leaves_nothing(tmp_path: Path
     path.write_bytes(path.read_bytes().replace(b"die", b"   "))
     os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
     prefix, _ = CorpusCache(slow, slow()).dataset_of(path)
-    assert {p.name for p in (tmp_path / ".tokenized").iterdir()} == {".locks", *(p.name for p in prefix_paths(prefix))}
+    assert {p.name for p in (tmp_path / ".tokenized").iterdir()} == {p.name for p in prefix_paths(prefix)}
 
 
 def slow_dataset(path: Path) -> None:
@@ -229,6 +232,9 @@ def test_errors_reach_every_rank_and_say_where(tmp_path: Path) -> None:
     flags = f"{TINY} --train-iters 3 --log-dir {tmp_path / 'log'} --data-path {path}"
     (bad,) = trained(2, (flags,))
     assert bad.code == 2 and f"{path}:41: the tokenizer cannot encode the text" in bad.error
+    command = shlex.split(bad.error.split(" first: ")[1].splitlines()[0])
+    assert command[0] == "megatron-lite" and main(command[1:]) == 0
+    assert train_here(flags.replace(str(path), f"{tmp_path}/corpus_text_document") + " --split 1,0,0").code == 0
     none = train_here(flags.replace("--tokenizer-type NullTokenizer", "") + " --tokenizer-type HuggingFaceTokenizer")
     assert none.code == 2 and "names a file of text, and no tokenizer is given" in none.error
     gone = train_here(f"{TINY} --train-iters 3 --data-path {tmp_path}/none.jsonl")

@@ -29,29 +29,30 @@ def _nothing() -> None:
 
 
 @contextlib.contextmanager
-def node_lock(path: Path, waiting: Callable[[], None] = _nothing) -> Iterator[None]:
-    """Hold the lock of ``path`` (a file in ``.locks`` beside it, which stays); its directory is made if need be.
+def node_lock(path: Path, waiting: Callable[[], None] = _nothing) -> Iterator[IO[bytes]]:
+    """Hold the lock of ``path`` (a file in ``.locks`` beside it, which stays), and give it; its directory is made if need be.
 
     Args:
         path: what is guarded; it need not exist.
         waiting: called about ten times a second while another process has it; may raise to give up.
     """
     folder = path.parent / ".locks"
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / path.name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed the directory
+            file = open(folder / path.name, "a+b", buffering=0)
+            break
+    with file:  # the lock ends with it
         while True:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 waiting()
                 time.sleep(_POLL_SECONDS)
             except OSError:
                 break  # a file system without locks: the file may be made twice
-        yield
-    finally:
-        os.close(descriptor)  # and with it the lock
+        yield file
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ again.
 
 One process of a node tokenizes and the others wait for it (:mod:`megatron_lite.data.node_file`), also those of another job.
 It writes into a directory of its own beside the place and renames what is complete, ``.idx`` last. When it fails it
-leaves the reason, and those that were waiting fail for it instead of trying the same again.
+writes the reason into its lock, whose name it has removed: those that were waiting have it open and fail for that reason too,
+instead of trying the same again, nobody else ever sees it, and nothing of it stays.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import time
@@ -94,7 +96,6 @@ class CorpusCache:
             ValueError: what is wrong with the file, in the process that reads it and in those that waited for it.
             OSError: the dataset cannot be written.
         """
-        began = time.time()
         prefix = self.prefix_of(path)
         if _damage(prefix) is None:
             return str(prefix), f"{path}: tokenized before, in {prefix}"
@@ -103,23 +104,37 @@ class CorpusCache:
             raise ValueError(
                 f"the tokens of {path} cannot be kept in {prefix.parent} ({reason}); give --data-cache-path DIRECTORY"
             )
-        with node_lock(prefix, lambda: self.tell(f"waiting for another process, which tokenizes {path}")):
-            damage = _damage(prefix)
-            if damage is None:
-                return str(prefix), f"{path}: tokenized by another process, in {prefix}"
-            failure = _failure(prefix, began)
-            if failure is not None:
-                raise ValueError(failure)
-            if damage:
-                print(f"{damage}; it is made again", flush=True)
+        with node_lock(prefix, lambda: self.tell(f"waiting for another process, which tokenizes {path}")) as lock:
+            lock.seek(0)
+            if failure := lock.read():
+                raise ValueError(failure.decode())
+            why = ""
             try:
+                damage = _damage(prefix)
+                if damage is None:
+                    return str(prefix), f"{path}: tokenized by another process, in {prefix}"
+                if damage:
+                    print(f"{damage}; it is made again", flush=True)
                 return str(prefix), self._tokenize(path, prefix)
             except (OSError, ValueError) as error:
                 if "--skip-bad" in str(error):
-                    error = BadInput(f"{error} (`megatron-lite data preprocess` has these flags, and makes a dataset of the file)")
-                with contextlib.suppress(OSError):
-                    _failure_file(prefix).write_text(json.dumps({"time": time.time(), "error": str(error)}))
+                    error = BadInput(f"{error}. {self._instead(path, prefix)}")
+                why = str(error)
                 raise error from None
+            finally:
+                _remove(Path(lock.name), prefix.parent)
+                with contextlib.suppress(OSError):
+                    lock.write(why.encode())
+
+    def _instead(self, path: Path, prefix: Path) -> str:
+        """The command that makes a dataset of the good records of a file."""
+        out, is_chat = path.with_name(path.name.partition(".")[0] or "corpus"), prefix.name.endswith(CHAT)
+        words = ["megatron-lite", "data", "chat" if is_chat else "preprocess", "--input", str(path), "--output-prefix", str(out)]
+        words += ["--skip-bad", *shlex.split(self.tokenizer.flags or "")]
+        words += [] if is_chat else ["--append-eod"]
+        words += ["--chat-template", str(self.template)] if is_chat and self.template else []
+        made = out if is_chat else f"{out}_{KEY}_document"
+        return f"Training skips no record; make a dataset for --data-path {made} first: {shlex.join(words)}"
 
     def _tokenize(self, path: Path, prefix: Path) -> str:
         """Make the dataset; its lock is held."""
@@ -150,7 +165,6 @@ class CorpusCache:
                 made = options.output(made, KEY)
             _move(made, str(prefix))
             sync_directory(prefix.parent)
-            _failure_file(prefix).unlink(missing_ok=True)
         finally:
             shutil.rmtree(own, ignore_errors=True)
         seconds = time.monotonic() - started
@@ -217,17 +231,12 @@ def _cannot_write(directory: Path) -> str | None:
     return None if os.access(directory, os.W_OK | os.X_OK) else "no permission"
 
 
-def _failure_file(prefix: Path) -> Path:
-    return Path(f"{prefix}.failed.json")
-
-
-def _failure(prefix: Path, since: float) -> str | None:
-    """Why another process failed since then, or None."""
-    try:
-        found = json.loads(_failure_file(prefix).read_bytes())
-        return str(found["error"]) if found["time"] >= since else None
-    except (OSError, ValueError, KeyError):
-        return None
+def _remove(lock: Path, directory: Path) -> None:
+    """Remove the name of a lock, and directories that hold nothing else."""
+    lock.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        lock.parent.rmdir()
+        directory.rmdir()
 
 
 def _workers(path: Path) -> int:

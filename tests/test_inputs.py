@@ -37,7 +37,7 @@ from megatron_lite.text.inputs import (
     repeated,
 )
 from megatron_lite.text.inputs_bytes import check_encoding, whole_lines
-from megatron_lite.text.records import NOT_DECODABLE, BadInput, BadRecord, refusal
+from megatron_lite.text.records import NOT_DECODABLE, NOT_UTF8, BadInput, BadRecord, refusal
 
 PLAIN = InputOptions()
 PACK: dict[str, Any] = {
@@ -160,6 +160,7 @@ def test_a_name_that_is_not_that_of_the_content(tmp_path: Path, name: str, data:
 
 def test_what_a_line_of_another_encoding_may_be() -> None:
     bad = BadRecord(NOT_DECODABLE)
+    assert "--encoding" not in refusal(BadRecord(NOT_UTF8), b"\xc4\xe3\xba\xc3")
     for text, encoding, guess in [
         ('{"text": "今天天气很好，我们去公园。"}', "gb18030", "gb18030"), ('{"text": "x"}', "utf-16", "utf-16"),
         ('{"text": "Überraschung, très bien, señor"}', "latin-1", None), ('{"text": "сегодня хорошо"}', "cp1251", None),

@@ -25,7 +25,7 @@ from megatron_lite.text.inputs_bytes import (
     refuse_other_content,
     unpacked,
 )
-from megatron_lite.text.records import NOT_DECODABLE, BadInput, not_a_string
+from megatron_lite.text.records import NOT_DECODABLE, NOT_UTF8, BadInput, not_a_string
 
 LONGEST = 1 << 28  # characters of a plain-text document, which is in memory at once
 _DIGITS = 16  # of the length of a document in a .dat.zst
@@ -67,12 +67,12 @@ def _block(path: str, first: int, found: list[Found], taken: int) -> Texts:
     return Texts(path, first, [texts], ("text",), refused, taken=taken)
 
 
-def _checked(text: str) -> Found:
+def _checked(text: str, reason: str = NOT_UTF8) -> Found:
     """A decoded text, or why it is none: bytes that could not be decoded are lone surrogates in it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        return Refused(0, NOT_DECODABLE, f" (character {error.start + 1} of the document)", _start(text))
+        return Refused(0, reason, f" (character {error.start + 1} of the document)", _start(text))
     return text
 
 
@@ -90,8 +90,7 @@ def _plain(path: str, pieces: Iterator[bytes], options: InputOptions) -> Iterato
         begun = begun or bool(piece)
         parts = [carry] if separator is None else carry.split(separator)
         if len(parts) > 1:
-            yield _checked("".join([*held, parts[0]]))
-            yield from map(_checked, parts[1:-1])
+            yield from (_checked(part, NOT_DECODABLE) for part in ("".join([*held, parts[0]]), *parts[1:-1]))
             held, length, carry = [], 0, parts[-1]
         keep = 0 if separator is None else len(separator) - 1  # where a separator may have begun
         if len(carry) > max(keep, _LONG_CARRY):
@@ -102,7 +101,7 @@ def _plain(path: str, pieces: Iterator[bytes], options: InputOptions) -> Iterato
             what = f"{path}: a document of more than {LONGEST:,} characters"
             raise BadInput(f"{what}; --document-separator parts a plain-text file into documents")
     if held or carry or separator is None:
-        yield _checked("".join([*held, carry]))
+        yield _checked("".join([*held, carry]), NOT_DECODABLE)
 
 
 def _dat(path: str, pieces: Iterator[bytes]) -> Iterator[Found]:
@@ -228,7 +227,7 @@ def _others(batch: Any, refused: dict[int, Refused]) -> list[dict[str, Any]]:
                 records += batch.slice(index, 1).to_pylist()
             except UnicodeDecodeError:
                 records.append({})
-                refused.setdefault(index, Refused(index, NOT_DECODABLE, " (a column beside the text)", b""))
+                refused.setdefault(index, Refused(index, NOT_UTF8, " (a column beside the text)", b""))
         return records
 
 

@@ -21,6 +21,7 @@ import orjson
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NOT_DECODABLE = "bytes that are not text in the input's encoding"
+NOT_UTF8 = "bytes that are not UTF-8, which is the encoding of this kind of file"
 PARAGRAPHS = "\n\n"  # between the strings of a text that is a list
 _SHOWN = 80  # characters of a bad record that an error shows
 

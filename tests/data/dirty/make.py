@@ -21,6 +21,7 @@ import zstandard
 
 HERE = Path(__file__).resolve().parent
 NOT_TEXT = "bytes that are not text in the input's encoding"
+NOT_UTF8 = "bytes that are not UTF-8, which is the encoding of this kind of file"
 JSON = "not one JSON value"
 EXPECTED: dict[str, dict[str, Any]] = {}
 
@@ -182,7 +183,7 @@ def archives() -> None:
     def dat(*texts: bytes) -> bytes:
         return b"".join(b"%016d" % len(t) + t for t in texts)
 
-    add("archive.dat.zst", zst(dat("一".encode(), b"", b"\xff", b"b" * 3000)), ["一", "", "b" * 3000], [[3, NOT_TEXT]])
+    add("archive.dat.zst", zst(dat("一".encode(), b"", b"\xff", b"b" * 3000)), ["一", "", "b" * 3000], [[3, NOT_UTF8]])
     add("cut.dat.zst", zst(dat(b"whole", b"cut")[:-1]), ["whole"], error="damaged, cut off")
     add("not.dat.zst", zst(data), [], error="no length of 16 digits")
 
@@ -198,9 +199,9 @@ def parquet() -> None:
 
     add("table.parquet", data(table, row_group_size=3), ["one", "", "今天"], [[2, why]])
     raw = pa.array([b"fine", b"\xff", b"too"])
-    add("binary.parquet", data(pa.table({"text": raw})), ["fine", "too"], [[2, NOT_TEXT]])
+    add("binary.parquet", data(pa.table({"text": raw})), ["fine", "too"], [[2, NOT_UTF8]])
     wrong = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
-    add("not_utf8.parquet", data(pa.table({"text": wrong})), ["fine", "too"], [[2, NOT_TEXT]])
+    add("not_utf8.parquet", data(pa.table({"text": wrong})), ["fine", "too"], [[2, NOT_UTF8]])
     add("dictionary.parquet", data(pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode()})), ["a", "b", "a"])
     add("numbers.parquet", data(pa.table({"text": [1, 2]})), [], error="column 'text' holds int64, not strings")
     add("no_column.parquet", data(pa.table({"body": ["a"]})), [], error="no column 'text'; its columns are body")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from megatron_lite.clean.chinese import Chinese, ChineseOptions
 from megatron_lite.clean.mask import Mask, MaskOptions
-from megatron_lite.clean.normalise import Normalise, NormaliseOptions
+from megatron_lite.clean.normalise import _NEEDED, _RUN, Normalise, NormaliseOptions, _visible
 from megatron_lite.clean.step import Document, LocalStep
 
 
@@ -101,6 +102,14 @@ def test_normalise_changes(text: str, wanted: str) -> None:
 )
 def test_normalise_leaves(text: str) -> None:
     assert after(Normalise(NormaliseOptions()), text) == text
+
+
+def test_looking_only_where_characters_are_not_ascii_changes_nothing() -> None:
+    rng = random.Random(3)
+    letters = "ab1#*9 \n\ufe0f\u20e3\u200d\u200c❤☀👩✌🏽🏴\U000e0067\U000e007f\u200bنी今\u1100\u1160\u115f\u1161\ue000"
+    for _ in range(5000):
+        text = "".join(rng.choices(letters, k=rng.randint(1, 12)))
+        assert _RUN.sub(_visible, text) == _NEEDED.sub(lambda found: found[1] or "", text), ascii(text)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ _NEEDED = re.compile(
     f"|\U0001f3f4[\U000e0020-\U000e007e]+\U000e007f|{_EMOJI}(?:\u200d{_EMOJI})*|[#*0-9]\ufe0f\u20e3"
     f"|[\u1100-\u115e]\u1160|\u115f[\u1161-\u11a7])|[{_INVISIBLE}]"
 )
+_RUN = re.compile("[#*0-9\x80-\U0010ffff][\x80-\U0010ffff]*")  # each match of _NEEDED lies in one of them; they are found quickly
 _LINE_ENDS = re.compile("[\r\v\f\u2028\u2029]")
 _SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f]")
 _BLANK_LINES = re.compile("\n{3,}")
@@ -109,7 +110,7 @@ class Normalise(LocalStep):
             if options.controls:
                 text = self._controls(text)
             if options.invisible and not text.isascii() and _SHOWN_NOTHING.search(text):
-                visible = _NEEDED.sub(lambda found: found[1] or "", text)
+                visible = _RUN.sub(_visible, text)
                 self.count("texts with code points that show nothing", visible != text)
                 text = visible
             if options.nfc and not unicodedata.is_normalized("NFC", text):
@@ -130,6 +131,11 @@ class Normalise(LocalStep):
             self.count("texts with control characters")
             text = _CONTROLS.sub(lambda found: _WINDOWS.get(ord(found[0]), ""), text)
         return text
+
+
+def _visible(run: re.Match[str]) -> str:
+    """A run of characters outside of ASCII without what shows nothing and is not needed."""
+    return _NEEDED.sub(lambda found: found[1] or "", run[0]) if _SHOWN_NOTHING.search(run[0]) else run[0]
 
 
 def plain_space(text: str) -> str:

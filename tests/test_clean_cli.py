@@ -266,6 +266,8 @@ def test_bad_input_is_told_with_file_and_line(good: list[str], tmp_path: Path, c
         (["--output", ""], "no name"),
         (["--part", "1/2", "--input", "-"], "standard input"),
         (["--output", "o", "--keep-dropped", "o/dropped"], "inside --output"),
+        (["--output", "o/out", "--work", "x/../o"], "inside --work x/../o, which is removed when all is complete"),
+        (["--output", "o", "--json", "o.work/report.json"], "--json o.work/report.json: is inside --work"),
         (["--output", "tests/o", "--input", "tests"], "inside --input"),
     ],
 )
@@ -274,6 +276,16 @@ def test_flags_are_checked(good: list[str], flags: list[str], said: str, capsys:
         run([*good, *flags])
     assert error.value.code == CONFIGURATION
     assert said in capsys.readouterr().err
+
+
+def test_a_work_directory_holds_nothing_else(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is removed at the end."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("of years")
+    assert run([*good, "--work", str(tmp_path / "mine")]) == CONFIGURATION
+    assert "mine holds notes, which is not a run's: give --work a directory of its own" in capsys.readouterr().err
+    (tmp_path / "mine" / "notes").rename(tmp_path / "notes")
+    assert run([*good, "--work", str(tmp_path / "mine")]) == DONE and not (tmp_path / "mine").exists()
 
 
 def test_inputs_and_config_are_checked_before_anything_is_read(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

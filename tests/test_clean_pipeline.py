@@ -145,7 +145,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, parts: int) -> None:
         assert kills > 9
         for part in range(parts):
             one_run(place, small, part, parts)
-        assert files_of(place) == files_of(reference)
+        assert files_of(place) == files_of(reference) and (parts > 1 or not (place / "out.work").exists())
 
 
 def test_a_killed_run_with_workers_goes_on(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from megatron_lite.clean.pipeline_input import Progress, input_blocks, shares, s
 from megatron_lite.clean.pipeline_keys import Decider, KeyFiles, decide_bucket, gather_drops
 from megatron_lite.clean.pipeline_output import Output, dropped_spool, merge_dropped
 from megatron_lite.clean.pipeline_stage import Block, Done, Question, Stage, StepFailed, Worker, cut
-from megatron_lite.clean.pipeline_work import WorkDirectory, digest, file_state
+from megatron_lite.clean.pipeline_work import PlanDiffers, WorkDirectory, digest, file_state
 from megatron_lite.clean.report import as_json, report_data
 from megatron_lite.clean.report_html import as_html
 from megatron_lite.clean.saved import is_saved_by, saved_by, steps_before
@@ -150,7 +150,7 @@ class Run:
         known_as = digest(plan)
         self._check_outputs(known_as)
         if self.documents.is_complete(known_as):
-            self._clear()
+            self._clear(plan)
             return None
         try:
             with self.work.joined(plan), ExitStack() as stack:
@@ -282,8 +282,8 @@ class Run:
         paths = [self.html] if self.options.json is None else [self.html, self.options.json]
         return [(path, path.with_name(f"{path.name}.{self.options.part}.tmp")) for path in paths]
 
-    def _clear(self) -> None:
-        """Remove what this part left half done when it was killed, where others have brought the run to its end."""
+    def _clear(self, plan: Mapping[str, Any]) -> None:
+        """Remove what this part left half done when it was killed, where the run has been brought to its end."""
         for output in self.outputs():
             output.clear()
         for _, draft in self._pages():
@@ -291,6 +291,9 @@ class Run:
         for _, step in self._corpus_steps():
             if step.options.save:
                 shutil.rmtree(self.work.draft(Path(step.options.save)), ignore_errors=True)
+        if self.alone and self.work.path.is_dir():
+            with suppress(PlanDiffers, FileExistsError), self.work.joined(plan):
+                shutil.rmtree(self.work.path)
 
     def _check_outputs(self, known_as: str) -> None:
         """Refuse outputs that are there and another run's, and directories of saved buckets that meet something else's."""

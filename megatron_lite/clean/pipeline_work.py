@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from typing import Any
 from megatron_lite.clean.shards import write_whole
 from megatron_lite.data.locked_file import naming
 
+_OWN = re.compile(r"plan\.(json|\d+\.tmp)|part-\d+\.lock|(stage|scratch)-\d+")  # names in the directory
 _POLL = 0.5  # seconds between looks at what others have finished
 
 
@@ -62,9 +64,11 @@ class WorkDirectory:
 
         Raises:
             PlanDiffers: it is another run's.
-            FileExistsError: another process works at the same part.
+            FileExistsError: another process works at the same part; something else is there, which would be removed at the end.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        if strange := sorted(name for name in os.listdir(self.path) if not _OWN.fullmatch(name)):
+            raise FileExistsError(f"{self.path} holds {strange[0]}, which is not a run's: give --work a directory of its own")
         text = _plan_text(plan)
         file = self.path / "plan.json"
         if not file.exists():

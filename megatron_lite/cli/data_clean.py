@@ -74,9 +74,12 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     if not args.output.strip("/ "):
         p.error("--output is given no name: give a directory such as data/clean")
     output = Path(args.output).absolute()
-    for flag, path in (("--keep-dropped", args.keep_dropped), ("--json", args.json), ("--work", args.work)):
-        if path is not None and (output == path.absolute() or output in path.absolute().parents):
-            p.error(f"{flag} {path}: is inside --output {args.output}, which holds nothing but shards")
+    work = args.work or output.with_name(f"{output.name}.work")
+    named = {"--output": output, "--work": work, "--keep-dropped": args.keep_dropped, "--json": args.json}
+    for flag, path in named.items():
+        for holder, what in (("--output", "holds nothing but shards"), ("--work", "is removed when all is complete")):
+            if path is not None and flag != holder and named[holder].resolve() in (path.resolve(), *path.resolve().parents):
+                p.error(f"{flag} {path}: is inside {holder} {named[holder]}, which {what}")
     for directory in filter(os.path.isdir, args.input):
         if Path(directory).absolute() in (output, *output.parents):
             p.error(f"--output {args.output}: is inside --input {directory}, whose files are read when the run goes on")

@@ -25,15 +25,15 @@ from selectolax.lexbor import LexborHTMLParser
 from megatron_lite.clean import pipeline_input, pipeline_keys, pipeline_output
 from megatron_lite.clean.config import Keys, Pipeline, StepConfig, step_class
 from megatron_lite.clean.pipeline import Run, RunOptions
-from megatron_lite.clean.pipeline_input import shares
 from megatron_lite.clean.pipeline_keys import by_bucket, gather_drops
 from megatron_lite.clean.pipeline_stage import DROPS, StepFailed, between
 from megatron_lite.clean.pipeline_work import PartsMissing, PlanDiffers
 from megatron_lite.clean.report import summary
-from megatron_lite.clean.shards import ShardReader, write_list
+from megatron_lite.clean.shards import ShardReader, ShardWriter, write_list
 from megatron_lite.clean.step import CorpusOptions, CorpusStep, Document, LocalStep
-from megatron_lite.text.inputs import InputOptions
-from megatron_lite.text.records import BadInput
+from megatron_lite.text.inputs import InputOptions, Lines
+from megatron_lite.text.records import BadInput, numbered_lines
+from megatron_lite.text.shares import shares
 
 
 @pytest.fixture(scope="module")
@@ -112,16 +112,24 @@ def plans(*directories: Path) -> list[bytes]:
     return [json.loads((d / "out/.index/shards.json").read_text())["plan"].encode() for d in directories]
 
 
-def test_shares_hold_every_line_once(tmp_path: Path, corpus: list[Path]) -> None:
-    sizes = [path.stat().st_size for path in corpus]
-    for parts in range(1, 12):
-        found = [piece for part in range(parts) for piece in shares(corpus, InputOptions(), part, parts)]
-        for number, size in enumerate(sizes):
-            pieces = [piece for piece in found if piece[0] == number]
-            if size:
-                assert pieces[0][1] == 0 and pieces[-1][2] is None
-            assert all(a[2] == b[1] for a, b in zip(pieces, pieces[1:], strict=False))
-        assert [piece[0] for piece in found] == sorted(piece[0] for piece in found)
+def test_lines_keep_their_numbers_in_parts(tmp_path: Path) -> None:
+    """Of shards too, which are cut by their index."""
+    (tmp_path / "shards").mkdir()
+    with ShardWriter(tmp_path / "shards") as writer:
+        for n in range(1, 30_001):
+            writer.add(b'{"text": "%d"}\n' % n + b" " * 99 + b"\n")
+    (shard,) = (tmp_path / "shards").glob("*.zst")
+    (tmp_path / "plain.jsonl").write_bytes(b"".join(b'{"text": "%d"}\n\n' % n for n in range(1, 101)))
+    paths, reading = [shard, tmp_path / "plain.jsonl"], InputOptions(block_bytes=1 << 16)
+    for parts in (1, 3, 50):
+        seen = 0
+        for part in range(parts):
+            for block in pipeline_input.input_blocks(shares(paths, reading, (part, parts)), reading):
+                assert isinstance(block.block, Lines)
+                for number, line in numbered_lines(block.block.first, block.block.data):
+                    assert number == 2 * int(line[10:-2]) - 1
+                    seen += 1
+        assert seen == 30_100
 
 
 @pytest.mark.parametrize("parts", [1, 2])

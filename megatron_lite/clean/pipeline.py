@@ -24,7 +24,7 @@ import numpy as np
 from megatron_lite import __version__
 from megatron_lite.clean.config import Pipeline, StepConfig
 from megatron_lite.clean.counts import StageCounts
-from megatron_lite.clean.pipeline_input import Progress, input_blocks, shares, spool_blocks
+from megatron_lite.clean.pipeline_input import Progress, input_blocks, spool_blocks
 from megatron_lite.clean.pipeline_keys import Decider, KeyFiles, decide_bucket, gather_drops
 from megatron_lite.clean.pipeline_output import Output, dropped_spool, merge_dropped
 from megatron_lite.clean.pipeline_stage import Block, Done, Question, Stage, StepFailed, Worker, cut
@@ -46,6 +46,7 @@ from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions, called
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed, without_workers
 from megatron_lite.text.progress import told
 from megatron_lite.text.records import BadInput
+from megatron_lite.text.shares import shares
 
 
 @dataclass(frozen=True)
@@ -221,8 +222,8 @@ class Run:
 
         options = self.options
         if stage.number == 0:
-            pieces = shares(self.inputs, options.reading, options.part, options.parts)
-            blocks = input_blocks(self.inputs, pieces, options.reading)
+            pieces = shares(self.inputs, options.reading, None if self.alone else (options.part, options.parts))
+            blocks = input_blocks(pieces, options.reading)
             total = sum(path.stat().st_size for path in self.inputs if str(path) != STANDARD_INPUT) / options.parts
         else:
             spool = self.work.part_directory(stage.number - 1) / "documents" / shard_name(0)

@@ -1,4 +1,4 @@
-"""What a part of a run reads: which pieces of which files, and their blocks.
+"""What a part of a run reads: the blocks of its pieces of files.
 
 A document's number is its place in the corpus, whatever part reads it, so lines keep the number that they have in their
 whole file, and the files inside an archive count on.
@@ -10,55 +10,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from megatron_lite.clean.pipeline_stage import Block
 from megatron_lite.clean.shards import FrameReader
-from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions, Lines, extent, lines_before, open_input
+from megatron_lite.text.inputs import InputOptions, Lines, open_input
+from megatron_lite.text.shares import Share, numbers_before
 
 _SAY_EVERY = 10.0  # seconds
 
 
-def shares(inputs: Sequence[Path], reading: InputOptions, part: int, parts: int) -> list[tuple[int, int, int | None]]:
-    """(number of the file, start, stop) of the pieces of inputs that a part reads, as of ``open_input``.
-
-    Parts are contiguous and about equal in bytes; a file that cannot be read from its middle is one part's.
-    """
-    sizes = [0 if str(path) == STANDARD_INPUT else path.stat().st_size for path in inputs]
-    total, before = sum(sizes), 0
-    found: list[tuple[int, int, int | None]] = []
-    low, high = total * part // parts, total * (part + 1) // parts
-    for number, (path, size) in enumerate(zip(inputs, sizes, strict=True)):
-        end, middle = before + size, before + size // 2
-        length = extent(path, reading) if parts > 1 else None
-        if length is None:
-            if low <= middle < high or (part + 1 == parts and middle == total):
-                found.append((number, 0, None))
-        elif size and low < end and high > before:
-            start = max(low - before, 0) * length // size
-            stop = None if high >= end else (high - before) * length // size
-            if stop is None or start < stop:
-                found.append((number, start, stop))
-        before = end
-    return found
-
-
-def input_blocks(
-    inputs: Sequence[Path], pieces: Sequence[tuple[int, int, int | None]], reading: InputOptions
-) -> Iterator[Block]:
+def input_blocks(pieces: Sequence[Share], reading: InputOptions) -> Iterator[Block]:
     """The blocks of some pieces of the inputs; lines have their numbers in their whole file."""
-    for number, start, stop in pieces:
-        path = inputs[number]
-        is_cut = start > 0 and path.suffix != ".parquet"
-        skipped = lines_before(path, reading, start) if is_cut else 0
+    for piece in pieces:
+        skipped = numbers_before(piece, reading)
         base, before = 0, None
-        for block in open_input(path, reading, start, stop):
+        for block in open_input(piece.path, reading, piece.start, piece.stop):
             if isinstance(before, Lines) and block.file != before.file:  # the next file of an archive
                 base += before.first + before.data.count(b"\n")
             if skipped and isinstance(block, Lines):
                 block = replace(block, first=block.first + skipped)
             before = block
-            yield Block(0, number, base, block)
+            yield Block(0, piece.file, base, block)
 
 
 def spool_blocks(stage: int, reader: FrameReader) -> Iterator[Block]:

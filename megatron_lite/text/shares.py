@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_lite.config.text_files import LINES
 from megatron_lite.text.inputs import (
     STANDARD_INPUT,
     Block,
@@ -97,9 +98,9 @@ def after(all_shares: Sequence[Share], place: Place) -> list[Share]:
 def numbers_before(share: Share, options: InputOptions) -> int:
     """What to add to the numbers of lines in a share, to have their numbers in the file."""
     name = name_of(share.path)
-    if share.start == 0 or name is None or name.packing or extent(share.path, options) is None:
-        return 0  # what is packed is read from a line whose number is known
-    return lines_before(share.path, options, share.start)  # rows have their own numbers: 0 lines
+    if share.start == 0 or name is None or name.packing or name.kind not in LINES or extent(share.path, options) is None:
+        return 0  # what is packed is read from a line whose number is known, and documents have their own
+    return lines_before(share.path, options, share.start)
 
 
 def read(all_shares: Sequence[Share], options: InputOptions) -> Iterator[tuple[Share, Block]]:

@@ -172,6 +172,9 @@ def test_every_byte_is_in_one_share(tmp_path: Path) -> None:
         parts = rng.randint(1, 9)
         found = [share for i in range(parts) for share in shares(paths, InputOptions(), (i, parts))]
         assert [s.file for s in found] == sorted(s.file for s in found)
+        for i in range(parts):
+            own = shares(paths, InputOptions(), (i, parts))
+            assert [s.before for s in own] == [sum(s.size for s in own[:k]) for k in range(len(own))]
         for number, path in enumerate(paths):
             size, own = path.stat().st_size, [s for s in found if s.file == number]
             if not size:

@@ -187,12 +187,12 @@ def run_job(
         job.begin(None if first is None else first[1], say)
         stream = Stream(source if first is None else chain([first], source), job.reading)
         results = stack.enter_context(closing(told(job.encoded(stream, workers, stack), stream.oldest, say)))
-        taken = _write_all(results, stream, writers, journal, progress, whole, total, taken)
+        taken = _write_all(results, stream, writers, journal, progress, total, taken)
         if not total.documents and part is None:
             what = [f"no {job.called} were written: {called(inputs)} of {max(total.bytes, size):,} bytes"]
             raise BadInput("; ".join(what + total.skipped()))
-        if changed := [path for path, *facts in _files(inputs) if [path, *facts] not in files]:
-            raise BadInput(f"{changed[0]} has changed while it was read")
+        if changed := {*map(tuple, _files(inputs))} - {*map(tuple, files)}:
+            raise BadInput(f"{min(changed)[0]} has changed while it was read")
         outputs = [writer for writer in writers if writer.prefix in job.outputs]
         _publish(outputs, journal, Finished(Place(len(inputs), 0), taken, total, []), keep=resume)
     return total
@@ -204,7 +204,6 @@ def _write_all(
     writers: Sequence[IndexedWriter],
     journal: Journal,
     progress: Progress,
-    whole: Sequence[Share],
     total: Counts,
     taken: int,
 ) -> int:
@@ -221,7 +220,7 @@ def _write_all(
         for writer, column in zip(writers, encoded.columns, strict=True):
             writer.add_documents(column.tokens, column.lengths, column.sequences)
         total.add(encoded.counts)
-        taken = _taken(whole, share, block)
+        taken = share.taken(block)
         progress.show(total, taken)
     return taken
 
@@ -288,14 +287,6 @@ def in_processes(
         what = f" in {at[0]}" if at else ""
         hint = " Out of memory? Fewer --workers need less." if "SIGKILL" in error.worker else ""
         raise BadInput(f"{error.worker}{what}; nothing was written.{hint}") from None
-
-
-def _taken(whole: Sequence[Share], share: Share, block: Block) -> int:
-    """Bytes on the disk that have been read when a block has been."""
-    before = sum(s.size for s in whole if s.file < share.file)
-    own = next(s for s in whole if s.file == share.file)
-    begin = own.begin if isinstance(block, Lines) else 0
-    return before + min(own.size, max(0, block.taken - begin))
 
 
 def _publish(writers: Sequence[IndexedWriter], journal: Journal, finished: Finished, keep: bool) -> None:

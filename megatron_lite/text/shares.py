@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from megatron_lite.config.text_files import LINES
@@ -32,7 +33,7 @@ Part = tuple[int, int]  # (i, n): the i-th of n, from 0
 class Share:
     """A piece of a file, in the units of :func:`megatron_lite.text.inputs.open_input`.
 
-    On the disk it begins at byte ``begin`` (about) and has ``size`` bytes.
+    On the disk it begins at byte ``begin`` (about) and has ``size`` bytes; the shares before it have ``before`` bytes together.
     """
 
     file: int
@@ -41,6 +42,12 @@ class Share:
     stop: int | None = None
     size: int = 0
     begin: int = 0
+    before: int = 0
+
+    def taken(self, block: Block) -> int:
+        """Bytes on the disk that have been read of all shares when a block of this one has been."""
+        own = block.taken - (self.begin if isinstance(block, Lines) else 0)
+        return self.before + min(self.size, max(0, own))
 
 
 def parse_part(text: str) -> Part:
@@ -55,7 +62,7 @@ def shares(paths: Sequence[Path], options: InputOptions, part: Part | None = Non
     """What a run reads, in order. Raises ValueError where the input cannot be cut."""
     sizes = [0 if str(path) == STANDARD_INPUT else os.path.getsize(path) for path in paths]
     if part is None:
-        return [Share(i, path, size=size) for i, (path, size) in enumerate(zip(paths, sizes, strict=True))]
+        return _laid([Share(i, path, size=size) for i, (path, size) in enumerate(zip(paths, sizes, strict=True))])
     if STANDARD_INPUT in map(str, paths):
         raise ValueError(f"--part {part[0]}/{part[1]}: standard input cannot be read in parts")
     index, parts = part
@@ -71,7 +78,13 @@ def shares(paths: Sequence[Path], options: InputOptions, part: Part | None = Non
         elif size and low <= begin + size // 2 < high:
             found.append(Share(i, path, size=size))
         begin += size
-    return found
+    return _laid(found)
+
+
+def _laid(found: Sequence[Share]) -> list[Share]:
+    """The shares end to end."""
+    starts = accumulate((share.size for share in found), initial=0)
+    return [replace(share, before=before) for share, before in zip(found, starts, strict=False)]
 
 
 @dataclass(frozen=True)

@@ -313,13 +313,14 @@ def _pack(found: Encoded, tokenizer: Tokenizer, options: Options, columns: list[
             lengths = lengths[lengths > 0]
         ends = np.flatnonzero(ids == tokenizer.eod_id)
         found.counts.holds_eod += len(np.unique(np.searchsorted(np.cumsum(size), ends, side="right")))
+        if not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) <= np.iinfo(dtype).max):
+            ids = ids.astype(dtype)  # else the writer refuses them
         if options.append_eod:
             ids = surrounded(Ids(ids, size), (), (tokenizer.eod_id,)).ids
             lengths = lengths.copy()
             lengths[slice(None) if pieces is None else np.cumsum(pieces) - 1] += 1
         found.counts.tokens += len(ids)
-        fits = not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) <= np.iinfo(dtype).max)
-        found.columns.append(Column(ids.astype(dtype) if fits else ids, lengths, pieces))  # else the writer refuses them
+        found.columns.append(Column(ids, lengths, pieces))
 
 
 def _sums(values: np.ndarray, counts: np.ndarray) -> np.ndarray:

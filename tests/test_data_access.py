@@ -226,6 +226,31 @@ def test_stores_that_fail(tmp_path, monkeypatch):
     assert len(blocks(tmp_path / "cache")) == 1
 
 
+def test_a_store_that_does_not_answer_is_no_store_without_the_file(tmp_path, monkeypatch):
+    """Over HTTP fsspec raises FileNotFoundError for both; taken for one, a loss mask would be left out without a word."""
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+
+    def info(path):
+        reason = answers.pop(0)
+        if reason is not None:
+            raise FileNotFoundError(path) from reason
+        return {"size": 4, "ETag": "x"}
+
+    def status(number):
+        error = OSError(f"answer {number}")
+        error.status = number
+        return error
+
+    store = mock.Mock(info=info)
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda name: (store, "f"))
+    for answers, found in (([None], 4), ([status(404)], None), ([status(503), ConnectionResetError("reset"), None], 4)):
+        file = RemoteFile.find("http://host/f")
+        assert (file and file.size) == found and not answers
+    answers = [status(503), status(503), ConnectionRefusedError("nobody")]
+    with pytest.raises(ValueError, match=r"http://host/f cannot be opened: ConnectionError: 3 times; the last: .*nobody"):
+        RemoteFile.find("http://host/f")
+
+
 def test_a_full_disk_makes_a_store_slow_and_ends_nothing(tmp_path, monkeypatch, fetched):
     local, name = write(tmp_path / "a"), upload(tmp_path / "a", "full/a")
     stored = IndexedDataset(name, Access(cache=tmp_path / "cache"))

@@ -30,6 +30,8 @@ _PIECE = 1 << 16  # bytes under one checksum
 _CRC = struct.Struct("<I")
 _STRIPES = 64
 _TRIES = 3
+_NOT_THERE = (403, 404, 410)  # answers of HTTP; 403 is that of stores whose lists are closed
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "http": "aiohttp", "https": "aiohttp"}
 _TOUCH_SECONDS = 3600
 _KEEP = 7 / 8  # of the bound, when blocks are removed
 _STATE = ("etag", "lastmodified", "last_modified", "last-modified", "mtime", "ino")  # of a file, in lower case; not when it was read
@@ -59,18 +61,25 @@ class RemoteFile:
         """Look a file up; None where there is none.
 
         Raises:
-            ValueError: unknown scheme, a missing package (named), or the store refuses.
+            ValueError: unknown scheme, a missing package (named), or the store refuses or does not answer.
         """
         try:
             from fsspec.core import url_to_fs
 
             filesystem, path = url_to_fs(name)
-            return cls(name, filesystem, path)
-        except FileNotFoundError:
-            return None
+            reason: BaseException | None = None
+            for attempt in range(_TRIES):
+                time.sleep(attempt)
+                try:
+                    return cls(name, filesystem, path)
+                except FileNotFoundError as error:
+                    reason = error.__cause__  # fsspec makes this error of whatever happens over HTTP
+                    if not name.startswith("http") or getattr(reason, "status", None) in _NOT_THERE:
+                        return None
+            raise ConnectionError(f"{_TRIES} times; the last: {type(reason).__name__}: {reason}")
         except ImportError as error:
             scheme = name.split("://")[0]
-            package = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}.get(scheme)
+            package = _PACKAGES.get(scheme)
             remedy = f"pip install {package}" if package else "install it"
             raise ValueError(f"{name}: {scheme}:// needs a package that is not installed ({error}): {remedy}") from error
         except Exception as error:  # each store has its own
@@ -94,8 +103,7 @@ class RemoteFile:
         stop = min(stop, self.size)
         reason = ""
         for attempt in range(_TRIES):
-            if attempt:
-                time.sleep(2.0 ** (attempt - 1))
+            time.sleep(attempt)
             try:
                 data = bytes(self._filesystem.cat_file(self._path, start=start, end=stop))
                 key = self._look()[1]

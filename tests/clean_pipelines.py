@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.clean.config import Pipeline, StepConfig
-from megatron_lite.clean.normalise import Normalise, NormaliseOptions
 from megatron_lite.clean.pipeline import Run, RunOptions
 from megatron_lite.clean.shards import ShardReader
 from megatron_lite.clean.step import CorpusOptions, CorpusStep, Document, Facts, LocalStep
+from megatron_lite.clean.steps.normalise import Normalise, NormaliseOptions
 from megatron_lite.text.inputs import InputOptions
 
 WORDS = "alpha beta gamma delta 中文 かな the of and \x07bell".split(" ")

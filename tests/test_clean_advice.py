@@ -9,8 +9,8 @@ import pytest
 from clean_pipelines import lines_of
 
 from megatron_lite.clean.config import load_pipeline
-from megatron_lite.clean.quality import Quality, QualityOptions, script_language
 from megatron_lite.clean.step import Document
+from megatron_lite.clean.steps.quality import Quality, QualityOptions, script_language
 from megatron_lite.cli.data_clean import run
 from megatron_lite.config.exit_codes import DONE
 

@@ -13,7 +13,7 @@ import pytest
 from clean_pipelines import files_of, lines_of
 
 from megatron_lite.clean.config import STEPS, load_pipeline, step_class
-from megatron_lite.clean.document import PATH, document
+from megatron_lite.clean.document_steps import PATH, document
 from megatron_lite.clean.step import CorpusStep, LocalStep, Step
 from megatron_lite.cli import data_clean
 from megatron_lite.cli.data_clean import run, size
@@ -138,7 +138,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def test_the_page_has_the_steps_as_they_are() -> None:
     page = (ROOT / PATH).read_text(encoding="utf-8")
-    assert document(page) == page, "run python -m megatron_lite.clean.document"
+    assert document(page) == page, "run python -m megatron_lite.clean.document_steps"
     assert all(f"### `{name}`" in page for name in STEPS)
 
 

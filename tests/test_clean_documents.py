@@ -16,8 +16,8 @@ from clean_pipelines import lines_of, one_run
 from megatron_lite.clean.config import Keys, Pipeline, StepConfig
 from megatron_lite.clean.documents import read_block
 from megatron_lite.clean.json_line import with_fields
-from megatron_lite.clean.normalise import Normalise, NormaliseOptions
 from megatron_lite.clean.shards import ShardReader
+from megatron_lite.clean.steps.normalise import Normalise, NormaliseOptions
 from megatron_lite.text.inputs import Lines
 from megatron_lite.text.records import BadInput
 
@@ -93,7 +93,7 @@ def test_a_column_that_is_not_utf8_is_a_bad_record(tmp_path: Path) -> None:
     offsets = pa.py_buffer(b"".join(n.to_bytes(4, "little") for n in (0, 1, 2)))
     column = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"\xffa")])
     parquet.write_table(pa.table({"text": ["one", "two"], "other": column}), tmp_path / "in.parquet")
-    with pytest.raises(BadInput, match=r"in\.parquet:1: bytes that are not text"):
+    with pytest.raises(BadInput, match=r"in\.parquet:1: bytes that are not UTF-8"):
         one_run(tmp_path, [tmp_path / "in.parquet"], steps=NORMALISE)
     assert [p.name for p in tmp_path.iterdir()] == ["in.parquet"]
     one_run(tmp_path, [tmp_path / "in.parquet"], steps=NORMALISE, skip_bad=True)

@@ -14,8 +14,9 @@ import pytest
 import torch
 from cleaning_fixture import BENCHMARK, Labels, labelled, measured
 
-from megatron_lite.clean.decontaminate import Decontaminate, DecontaminateOptions
-from megatron_lite.clean.drift import (
+from megatron_lite.clean.step import Document
+from megatron_lite.clean.steps.decontaminate import Decontaminate, DecontaminateOptions
+from megatron_lite.clean.steps.drift import (
     MOVED,
     SAME,
     TOO_FEW,
@@ -29,9 +30,8 @@ from megatron_lite.clean.drift import (
     finding,
     sample_of,
 )
-from megatron_lite.clean.language import CODES, Language, LanguageOptions, sample
-from megatron_lite.clean.perplexity import Perplexity, PerplexityOptions
-from megatron_lite.clean.step import Document
+from megatron_lite.clean.steps.language import CODES, Language, LanguageOptions, sample
+from megatron_lite.clean.steps.perplexity import Perplexity, PerplexityOptions
 from megatron_lite.cli.main import main
 from megatron_lite.text.inputs import InputOptions
 

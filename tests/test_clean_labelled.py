@@ -13,9 +13,9 @@ from clean_toys import drive
 from cleaning_fixture import Labels, labelled, measured
 
 from megatron_lite.clean.config import step_class
-from megatron_lite.clean.mask import Mask, MaskOptions
-from megatron_lite.clean.normalise import Normalise, NormaliseOptions, is_page
 from megatron_lite.clean.step import Document
+from megatron_lite.clean.steps.mask import Mask, MaskOptions
+from megatron_lite.clean.steps.normalise import Normalise, NormaliseOptions, is_page
 
 
 @pytest.fixture(scope="module")

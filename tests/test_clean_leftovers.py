@@ -20,16 +20,16 @@ import pytest
 from clean_pipelines import files_of, killed_at, lines_of, one_run, records, write_corpus
 
 from megatron_lite.clean import pipeline
-from megatron_lite.clean.bloom import Bloom, BloomOptions
 from megatron_lite.clean.config import Pipeline, StepConfig
-from megatron_lite.clean.exact import Exact, SeenOptions
-from megatron_lite.clean.minhash import MinHash, MinHashOptions
-from megatron_lite.clean.normalise import Normalise, NormaliseOptions
 from megatron_lite.clean.pipeline_output import Output
 from megatron_lite.clean.pipeline_stage import StepFailed
 from megatron_lite.clean.pipeline_work import PartsMissing, PlanDiffers
-from megatron_lite.clean.quality import Quality, QualityOptions
 from megatron_lite.clean.shards import INDEX, LIST, ShardWriter, shard_name, write_list
+from megatron_lite.clean.steps.bloom import Bloom, BloomOptions
+from megatron_lite.clean.steps.exact import Exact, SeenOptions
+from megatron_lite.clean.steps.minhash import MinHash, MinHashOptions
+from megatron_lite.clean.steps.normalise import Normalise, NormaliseOptions
+from megatron_lite.clean.steps.quality import Quality, QualityOptions
 from megatron_lite.text.inputs import expand_inputs
 from megatron_lite.text.records import BadInput
 

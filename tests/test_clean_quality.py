@@ -11,13 +11,13 @@ import pytest
 from cleaning_fixture import HERE, Labels, labelled, maker, measured
 from kernel_cases import need_kernels
 
-from megatron_lite.clean.languages import LANGUAGES
-from megatron_lite.clean.normalise import Normalise
-from megatron_lite.clean.quality import Quality, QualityOptions
-from megatron_lite.clean.quality_lines import cut_lines
-from megatron_lite.clean.quality_measures import Measurer, Measures, class_table, measurer
 from megatron_lite.clean.step import Document
-from megatron_lite.clean.word_list import word_patterns
+from megatron_lite.clean.steps.languages import LANGUAGES
+from megatron_lite.clean.steps.normalise import Normalise
+from megatron_lite.clean.steps.quality import Quality, QualityOptions
+from megatron_lite.clean.steps.quality_lines import cut_lines
+from megatron_lite.clean.steps.quality_measures import Measurer, Measures, class_table, measurer
+from megatron_lite.clean.steps.word_list import word_patterns
 from megatron_lite.ops.library import index_module
 
 PROSE = next(d["text"] for d in labelled() if d["id"] == "en-1").replace("\n", " ")  # 130 words

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.clean.chinese import Chinese, ChineseOptions
-from megatron_lite.clean.mask import Mask, MaskOptions
-from megatron_lite.clean.normalise import _NEEDED, _RUN, Normalise, NormaliseOptions, _visible
 from megatron_lite.clean.step import Document, LocalStep
+from megatron_lite.clean.steps.chinese import Chinese, ChineseOptions
+from megatron_lite.clean.steps.mask import Mask, MaskOptions
+from megatron_lite.clean.steps.normalise import _NEEDED, _RUN, Normalise, NormaliseOptions, _visible
 
 
 def after(step: LocalStep, text: str, language: str | None = None) -> str:

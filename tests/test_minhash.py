@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from clean_toys import HAN, changed, contents, corpus, drive, kept, run_pipeline, text, write_lines
 
-from megatron_lite.clean import shingles
-from megatron_lite.clean.minhash import MinHash, MinHashOptions, bands_and_rows
-from megatron_lite.clean.shingle_sets import SetReader, SetWriter, set_path
-from megatron_lite.clean.shingles import hasher, shared_by_numpy, similarity, token_hashes
 from megatron_lite.clean.step import Document
+from megatron_lite.clean.steps import shingles
+from megatron_lite.clean.steps.minhash import MinHash, MinHashOptions, bands_and_rows
+from megatron_lite.clean.steps.shingle_sets import SetReader, SetWriter, set_path
+from megatron_lite.clean.steps.shingles import hasher, shared_by_numpy, similarity, token_hashes
 from megatron_lite.ops.library import index_module
 
 needs_helper = pytest.mark.skipif(index_module()[0] is None, reason="csrc is not built")

@@ -13,11 +13,19 @@ import numpy as np
 import pytest
 from clean_toys import contents, corpus, drive, kept, run_pipeline, write_lines
 
-from megatron_lite.clean.bloom import Bloom, BloomOptions, capacity, error_rate, functions, new_filter, wrong_drops
 from megatron_lite.clean.bucket_file import BucketFile, write_bucket_file
-from megatron_lite.clean.exact import Exact
-from megatron_lite.clean.seen import SeenOptions
 from megatron_lite.clean.step import Document, bucket_path
+from megatron_lite.clean.steps.bloom import (
+    Bloom,
+    BloomOptions,
+    capacity,
+    error_rate,
+    functions,
+    new_filter,
+    wrong_drops,
+)
+from megatron_lite.clean.steps.exact import Exact
+from megatron_lite.clean.steps.seen import SeenOptions
 
 KINDS = [(Bloom, BloomOptions), (Exact, SeenOptions)]
 

@@ -30,17 +30,17 @@ from megatron_lite.config.yaml_file import compose_file, construct, mapping_pair
 
 # name of a step -> module:class
 STEPS: Mapping[str, str] = {
-    "normalise": "megatron_lite.clean.normalise:Normalise",
-    "mask": "megatron_lite.clean.mask:Mask",
-    "chinese": "megatron_lite.clean.chinese:Chinese",
-    "quality": "megatron_lite.clean.quality:Quality",
-    "language": "megatron_lite.clean.language:Language",
-    "perplexity": "megatron_lite.clean.perplexity:Perplexity",
-    "decontaminate": "megatron_lite.clean.decontaminate:Decontaminate",
-    "drift": "megatron_lite.clean.drift:Drift",
-    "bloom": "megatron_lite.clean.bloom:Bloom",
-    "exact": "megatron_lite.clean.exact:Exact",
-    "minhash": "megatron_lite.clean.minhash:MinHash",
+    "normalise": "megatron_lite.clean.steps.normalise:Normalise",
+    "mask": "megatron_lite.clean.steps.mask:Mask",
+    "chinese": "megatron_lite.clean.steps.chinese:Chinese",
+    "quality": "megatron_lite.clean.steps.quality:Quality",
+    "language": "megatron_lite.clean.steps.language:Language",
+    "perplexity": "megatron_lite.clean.steps.perplexity:Perplexity",
+    "decontaminate": "megatron_lite.clean.steps.decontaminate:Decontaminate",
+    "drift": "megatron_lite.clean.steps.drift:Drift",
+    "bloom": "megatron_lite.clean.steps.bloom:Bloom",
+    "exact": "megatron_lite.clean.steps.exact:Exact",
+    "minhash": "megatron_lite.clean.steps.minhash:MinHash",
 }
 
 

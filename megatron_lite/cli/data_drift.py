@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> tuple[int, str]:
-    from megatron_lite.clean.drift import (
+    from megatron_lite.clean.steps.drift import (
         BYTES,
         MOVED,
         PROFILE,

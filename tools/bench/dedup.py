@@ -33,11 +33,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_lite.clean.candidates import Bucket
-from megatron_lite.clean.minhash import MinHash, MinHashOptions
-from megatron_lite.clean.shingle_sets import SetReader
-from megatron_lite.clean.shingles import ALONE_RANGES
 from megatron_lite.clean.step import Document
+from megatron_lite.clean.steps.candidates import Bucket
+from megatron_lite.clean.steps.minhash import MinHash, MinHashOptions
+from megatron_lite.clean.steps.shingle_sets import SetReader
+from megatron_lite.clean.steps.shingles import ALONE_RANGES
 from megatron_lite.ops.library import index_module
 
 Pairs = set[tuple[int, int]]

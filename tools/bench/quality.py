@@ -19,12 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron_lite.clean.decontaminate import Decontaminate, DecontaminateOptions
-from megatron_lite.clean.language import Language, LanguageOptions
-from megatron_lite.clean.languages import LANGUAGES
-from megatron_lite.clean.quality import Quality, QualityOptions
-from megatron_lite.clean.quality_measures import Measurer, class_table
 from megatron_lite.clean.step import Document
+from megatron_lite.clean.steps.decontaminate import Decontaminate, DecontaminateOptions
+from megatron_lite.clean.steps.language import Language, LanguageOptions
+from megatron_lite.clean.steps.languages import LANGUAGES
+from megatron_lite.clean.steps.quality import Quality, QualityOptions
+from megatron_lite.clean.steps.quality_measures import Measurer, class_table
 from megatron_lite.ops.library import index_module
 
 GOAL = 10.0  # MB/s of language + quality, one core

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from megatron_lite.clean.bucket_file import BucketFile
-from megatron_lite.clean.shingle_sets import SavedSets, SetReader
-from megatron_lite.clean.shingles import shared_by_numpy, similarity
+from megatron_lite.clean.steps.shingle_sets import SavedSets, SetReader
+from megatron_lite.clean.steps.shingles import shared_by_numpy, similarity
 from megatron_lite.ops.library import index_module
 
 # `band`: hash of a band of the signature and its number; `home`: the bucket of the first band, where the set is saved;

@@ -1,6 +1,6 @@
 """Near de-duplication: MinHash signatures, locality-sensitive hashing by bands, and an exact comparison.
 
-What a shingle, a signature and the similarity of two texts are is said in :mod:`megatron_lite.clean.shingles`. A signature
+What a shingle, a signature and the similarity of two texts are is said in :mod:`megatron_lite.clean.steps.shingles`. A signature
 of k places is cut into b *bands* of r rows; two texts are compared when they agree in all rows of a band, which happens
 with the probability 1 - (1 - J^r)^b for texts of similarity J (Broder 1997 for the signatures; Lee et al. 2022,
 "Deduplicating training data makes language models better", for their use on corpora). r is the largest number for which
@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.clean.bucket_file import BucketFile, against_problems, open_bucket_file, write_bucket_file
-from megatron_lite.clean.candidates import KEY, Bucket
-from megatron_lite.clean.shingle_sets import SavedSets, SetReader, SetWriter, arrays_of_sets
-from megatron_lite.clean.shingles import TOKEN, hasher, mix, powers
 from megatron_lite.clean.step import CorpusOptions, CorpusStep, Document
+from megatron_lite.clean.steps.candidates import KEY, Bucket
+from megatron_lite.clean.steps.shingle_sets import SavedSets, SetReader, SetWriter, arrays_of_sets
+from megatron_lite.clean.steps.shingles import TOKEN, hasher, mix, powers
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.clean.shingles import ALONE_RANGES
+from megatron_lite.clean.steps.shingles import ALONE_RANGES
 
 _ALONE_SET = "".join(f"{chr(first)}-{chr(last)}" for first, last in ALONE_RANGES)  # scripts without spaces between words
 _ALONE = re.compile(f"[{_ALONE_SET}]")

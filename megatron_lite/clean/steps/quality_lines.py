@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_lite.clean.languages import Language
+from megatron_lite.clean.steps.languages import Language
 
 MIN_WORDS = 5  # of C4; and so many characters in a language by character:
 MIN_CHARACTERS = 8  # 1.6 for each word, see languages.py

@@ -1,4 +1,4 @@
-"""Numbers with a check digit that :mod:`megatron_lite.clean.mask` looks for: Chinese resident identities and bank cards.
+"""Numbers with a check digit that :mod:`megatron_lite.clean.steps.mask` looks for: Chinese resident identities and bank cards.
 
 An identity number has 18 characters (GB 11643-1999): 6 of a district, 8 of a date of birth, 3 of a sequence, and one that is right
 for the others by ISO/IEC 7064, MOD 11-2 (0 to 9, or X for 10). A card has 13 to 19 digits (ISO/IEC 7812), of which the last is

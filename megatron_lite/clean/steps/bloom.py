@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_lite.clean.bucket_file import against_problems, open_bucket_file, write_bucket_file
-from megatron_lite.clean.seen import Seen, SeenOptions
 from megatron_lite.clean.step import Facts, missing_packages
+from megatron_lite.clean.steps.seen import Seen, SeenOptions
 
 if TYPE_CHECKING:
     import rbloom

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.clean.languages import Language
+from megatron_lite.clean.steps.languages import Language
 from megatron_lite.ops.library import index_module
 
 BULLETS = "•‣◦▪■●○□◆◇★*-·・"

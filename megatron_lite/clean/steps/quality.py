@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_lite.clean.languages import LANGUAGES, Bounds, Language
-from megatron_lite.clean.quality_lines import cut_lines, javascript_lines
-from megatron_lite.clean.quality_measures import Measures, class_table, measurer
 from megatron_lite.clean.step import Document, LocalStep
-from megatron_lite.clean.word_list import read_words, word_patterns
+from megatron_lite.clean.steps.languages import LANGUAGES, Bounds, Language
+from megatron_lite.clean.steps.quality_lines import cut_lines, javascript_lines
+from megatron_lite.clean.steps.quality_measures import Measures, class_table, measurer
+from megatron_lite.clean.steps.word_list import read_words, word_patterns
 from megatron_lite.config.values import convert
 
 _ADDRESS = re.compile(r"(?:https?://|www\.)[!-~]+")

@@ -1,6 +1,6 @@
 """De-duplication with a set of hashes: no document, line or paragraph is dropped wrongly.
 
-The set takes about 100 bytes of memory for each different unit, the :mod:`Bloom filter <megatron_lite.clean.bloom>` two.
+The set takes about 100 bytes of memory for each different unit, the :mod:`Bloom filter <megatron_lite.clean.steps.bloom>` two.
 With several parts the buckets are decided one after another, and only one of them is in memory.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_lite.clean.bucket_file import against_problems, open_bucket_file, write_bucket_file
-from megatron_lite.clean.seen import Seen, SeenOptions
+from megatron_lite.clean.steps.seen import Seen, SeenOptions
 
 
 class Exact(Seen):

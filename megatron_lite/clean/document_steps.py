@@ -1,6 +1,6 @@
 """The table of steps in ``docs/cleaning.md``, written from the steps themselves.
 
-``python -m megatron_lite.clean.document`` writes it; a test compares.
+``python -m megatron_lite.clean.document_steps`` writes it; a test compares.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_lite.config.flags import field_kinds
 from megatron_lite.config.values import describe
 
 PATH = "docs/cleaning.md"
-_BEGIN = "<!-- Written by `python -m megatron_lite.clean.document`; a test keeps it current. -->\n"
+_BEGIN = "<!-- Written by `python -m megatron_lite.clean.document_steps`; a test keeps it current. -->\n"
 _END = "<!-- end of what is written -->\n"
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from string import ascii_letters
 
-from megatron_lite.clean.mask_numbers import cards, identities
 from megatron_lite.clean.step import Document, LocalStep
+from megatron_lite.clean.steps.mask_numbers import cards, identities
 
 _LETTERS = "A-Za-zÀ-ÖØ-öø-\u024f\u0300-\u036fͰ-ϿЀ-ӿ"  # noqa: RUF001
 _OTHERS = "\u0900-\u0dff\u0e00-\u0e7f\u3005-\u3007\u3041-\u3096\u30a1-\u30fc\u3400-\u9fff\uac00-\ud7a3"  # of domains

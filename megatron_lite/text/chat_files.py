@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from itertools import islice
@@ -22,17 +21,16 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_lite.config.text_files import LINES, PACKINGS, TAR
-from megatron_lite.data.index_format import choose_dtype, mask_prefix
-from megatron_lite.data.index_writer import IndexedWriter, WriterState
+from megatron_lite.data.index_format import choose_dtype
 from megatron_lite.text.chat import SPEAKERS, ChatEncoder, Conversation, Example, Keys, conversation_of
 from megatron_lite.text.chat_template import CLOSE, OPEN, PLAIN, Rendered, Templates, load_templates
-from megatron_lite.text.encode import Column, Counts, Encoded, Failure, Stop, Work, encoder_in_worker, refuse
+from megatron_lite.text.encode import Column, Counts, Encoded, Failure, Stop, Work, refuse
 from megatron_lite.text.inputs import Block, InputOptions, Lines, name_of, open_input
 from megatron_lite.text.records import BadInput, BadRecord, numbered_lines, parse_object
-from megatron_lite.text.run import Stream, in_processes, run_job
+from megatron_lite.text.run import Job, run_job
 from megatron_lite.text.special_places import named_tokens
 from megatron_lite.text.tokenizer import Tokenizer
-from megatron_lite.text.tokenizer_fast import Encoder, FastDiffers, encoder_for
+from megatron_lite.text.tokenizer_fast import Encoder, FastDiffers
 
 NO_MESSAGES, NO_ANSWER, EMPTY_ANSWER, NOTHING, TOO_LONG = (
     "without messages",
@@ -170,12 +168,6 @@ def _by_rule(example: Example, options: ChatOptions, counts: Counts) -> Example 
     return example
 
 
-def worker_function(options: ChatOptions, encoder: Encoder | None = None) -> Callable[[Work], Encoded]:
-    """What a worker does with a block; makes the tokenizer, unless it is given, and the template."""
-    encoder = encoder or encoder_in_worker(options.tokenizer, options.fast)
-    return partial(encode_block, ChatEncoder(encoder, options.templates(encoder.tokenizer)), options)
-
-
 def prepare_chat(
     inputs: Sequence[Path], prefix: str, options: ChatOptions, *, encoding: str = "utf-8", **running: Any
 ) -> Counts:
@@ -195,58 +187,30 @@ def prepare_chat(
     return run_job(_Chat(prefix, options, InputOptions(encoding=encoding)), inputs, prefix, **running)
 
 
-class _Chat:
+class _Chat(Job):
     """The job of rendering and tokenizing conversations."""
 
     mask = True
     called = "conversations"
 
     def __init__(self, prefix: str, options: ChatOptions, reading: InputOptions) -> None:
-        self.options, self.reading, self.outputs = options, reading, [prefix]
-        self.tokenizer = options.tokenizer()  # before any work
+        own = {"prompt_key": options.keys.prompt, "completion_key": options.keys.completion}
+        super().__init__([prefix], reading, options, False, most_tokens=options.most_tokens, too_long=options.too_long, **own)
         templates = options.templates(self.tokenizer)
-        date = f"{options.now:%Y-%m-%d}" if templates.plain.reads_date or templates.with_tools.reads_date else None
-        flags = {"most_tokens": options.most_tokens, "too_long": options.too_long, "skip_bad": options.skip_bad}
-        named = {"prompt_key": options.keys.prompt, "completion_key": options.keys.completion}
-        made_by = {"tokenizer": self.tokenizer.fingerprint, "template": templates.digest, "date": date}
-        self.identity = {**made_by, **named, **flags, "encoding": reading.encoding}
-        self.recorded: dict[str, Any] = {"tokenizer": self.tokenizer.fingerprint, "vocab_size": self.tokenizer.vocab_size, "eod_id": None}
-        self.encoder = Encoder(self.tokenizer)
+        dated = templates.plain.reads_date or templates.with_tools.reads_date
+        self.identity |= {"template": templates.digest, "date": f"{options.now:%Y-%m-%d}" if dated else None}
 
-    def begin(self, first: Block | None, say: Callable[[str], None]) -> None:
-        """Use the fast form of the tokenizer, if it gives its ids for hard texts and for the first conversations."""
-        if not self.options.fast:
-            return
-        render, texts = ChatEncoder(self.encoder, self.options.templates(self.tokenizer)).render, []
-        for _, line in islice(numbered_lines(1, first.data if isinstance(first, Lines) else b""), _TRIED):
+    def texts(self, block: Block) -> list[str]:
+        encoder, texts = ChatEncoder(self.encoder, self.options.templates(self.tokenizer)), []
+        for _, line in islice(numbered_lines(1, block.data if isinstance(block, Lines) else b""), _TRIED):
             with contextlib.suppress(BadRecord):
-                rendered = render(conversation_of(_parse(line), self.options.keys))
+                rendered = encoder.render(conversation_of(_parse(line), self.options.keys))
                 texts += [rendered.text] if isinstance(rendered, Rendered) else []
-        self.encoder = encoder_for(self.tokenizer, texts, say)
-        self.options = replace(self.options, fast=self.encoder.is_fast)
+        return texts
 
-    def writers(self, states: Sequence[WriterState], **options: Any) -> Iterator[IndexedWriter]:
-        """Of the mask and the tokens."""
-        of_mask, of_tokens = states or (None, None)
-        # A mask without tokens is what a killed run left.
-        mask = IndexedWriter(
-            mask_prefix(self.outputs[0]), dtype=np.uint8, resume=of_mask, **{**options, "overwrite": True}
-        )
-        yield mask
-        yield IndexedWriter(
-            self.outputs[0],
-            tokenizer_flags=self.tokenizer.flags,
-            resume=of_tokens,
-            mask=mask,
-            **self.recorded,
-            **options,
-        )
-
-    def encoded(self, stream: Stream, workers: int, stack: ExitStack) -> Iterator[Encoded]:
-        """Every block in order."""
-        if workers == 1:
-            return map(worker_function(self.options, self.encoder), stream.work())
-        return in_processes(stream, partial(worker_function, self.options), workers, stack)
+    @staticmethod
+    def work(options: ChatOptions, encoder: Encoder) -> Callable[[Work], Encoded]:
+        return partial(encode_block, ChatEncoder(encoder, options.templates(encoder.tokenizer)), options)
 
 
 def holds_conversations(path: Path) -> bool:

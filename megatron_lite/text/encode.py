@@ -11,7 +11,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -332,11 +331,6 @@ def encoder_in_worker(make: Callable[[], Tokenizer], fast: bool) -> Encoder:
     """A worker process's own tokenizer, fast where the parent has proved it."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # of the tokenizers package: processes are the parallelism
     return encoder_of(make(), prove=False) if fast else Encoder(make())
-
-
-def worker_function(options: Options) -> Callable[[Work], Encoded]:
-    """What a worker process does with a block."""
-    return partial(encode_block, encoder_in_worker(options.tokenizer, options.fast), options)
 
 
 def texts_of(block: Block, keys: Sequence[str], most: int) -> list[str]:

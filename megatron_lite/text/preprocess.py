@@ -16,25 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from megatron_lite.data.index_writer import IndexedWriter, WriterState
-from megatron_lite.text.encode import (
-    SENTENCE_END,
-    Counts,
-    Encoded,
-    Options,
-    Work,
-    encode_block,
-    texts_of,
-    worker_function,
-)
+from megatron_lite.text.encode import SENTENCE_END, Counts, Encoded, Options, Work, encode_block, texts_of
 from megatron_lite.text.inputs import Block, InputOptions
-from megatron_lite.text.run import Stream, in_order, in_processes, run_job
-from megatron_lite.text.tokenizer_fast import Encoder, encoder_for, encoder_of
+from megatron_lite.text.run import Job, Stream, in_order, run_job
+from megatron_lite.text.tokenizer_fast import Encoder, encoder_of
 
 __all__ = ["SENTENCE_END", "Counts", "Options", "preprocess", "summary"]
 
@@ -65,54 +54,28 @@ def preprocess(
     return run_job(_Texts(output_prefix, options, reading or InputOptions()), inputs, output_prefix, **running)
 
 
-class _Texts:
+class _Texts(Job):
     """The job of tokenizing texts."""
-
-    mask = False
-    called = "documents"
 
     def __init__(self, prefix: str, options: Options, reading: InputOptions) -> None:
         keys = options.keys
         if len(set(keys)) != len(keys):
             raise ValueError(f"--json-keys {' '.join(keys)}: each key once, since each has an output of its own")
-        self.options, self.reading = options, replace(reading, keys=keys)
-        self.tokenizer = options.tokenizer()  # before any work: a tokenizer without an end token is refused here
-        self.outputs = [options.output(prefix, key) for key in keys]
-        flags = {name: getattr(options, name) for name in ("append_eod", "split_sentences", "skip_bad")}
-        read = {"encoding": reading.encoding, "separator": reading.separator}
-        self.identity = {"tokenizer": self.tokenizer.fingerprint, "json_keys": list(keys), **flags, **read}
-        self.recorded: dict[str, Any] = {
-            "tokenizer": self.tokenizer.fingerprint,
-            "vocab_size": self.tokenizer.vocab_size,
-            "eod_id": self.tokenizer.eod_id if options.append_eod else None,
-        }
-        self.encoder = Encoder(self.tokenizer)
+        own = {"json_keys": list(keys), "append_eod": options.append_eod, "split_sentences": options.split_sentences}
+        outputs = [options.output(prefix, key) for key in keys]
+        super().__init__(outputs, replace(reading, keys=keys), options, options.append_eod, separator=reading.separator, **own)
 
-    def begin(self, first: Block | None, say: Callable[[str], None]) -> None:
-        """Use the fast form of the tokenizer, if it is proved on the first block."""
-        if self.options.fast:
-            texts = [] if first is None else texts_of(first, self.options.keys, _TRIED)
-            self.encoder = encoder_for(self.tokenizer, texts, say)
+    def texts(self, block: Block) -> list[str]:
+        return texts_of(block, self.options.keys, _TRIED)
 
-    def writers(self, states: Sequence[WriterState], **options: Any) -> Iterator[IndexedWriter]:
-        """One for each key."""
-        for output, state in zip_longest(self.outputs, states):
-            yield IndexedWriter(
-                output,
-                tokenizer_flags=self.tokenizer.flags,
-                resume=state,
-                **self.recorded,
-                **options,
-            )
+    @staticmethod
+    def work(options: Options, encoder: Encoder) -> Callable[[Work], Encoded]:
+        return partial(encode_block, encoder, options)
 
     def encoded(self, stream: Stream, workers: int, stack: ExitStack) -> Iterator[Encoded]:
-        """Every block in order."""
-        options = replace(self.options, fast=self.encoder.is_fast)
-        if self.encoder.is_fast and not options.split_sentences:
-            return _in_threads(stream, self.encoder, options, workers, stack)
-        if workers == 1:
-            return (encode_block(self.encoder, options, work) for work in stream.work())
-        return in_processes(stream, partial(worker_function, options), workers, stack)
+        if self.encoder.is_fast and not self.options.split_sentences:
+            return _in_threads(stream, self.encoder, self.options, workers, stack)
+        return super().encoded(stream, workers, stack)
 
 
 def _in_threads(

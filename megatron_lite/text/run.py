@@ -14,23 +14,27 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, repeat, takewhile
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from megatron_lite.data.index_format import prefix_paths
+import numpy as np
+
+from megatron_lite.data.index_format import mask_prefix, prefix_paths
 from megatron_lite.data.index_writer import IndexedWriter, WriterState, publish_left, refuse_existing, remove_dataset
 from megatron_lite.data.indexed import IndexedDataset, open_mask
 from megatron_lite.data.locked_file import interrupts_held
-from megatron_lite.text.encode import Counts, Encoded, Work
+from megatron_lite.text.encode import Counts, Encoded, Work, encoder_in_worker
 from megatron_lite.text.inputs import STANDARD_INPUT, Block, InputOptions, Lines, called
 from megatron_lite.text.journal import Finished, Identity, Journal
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.progress import Progress, told
 from megatron_lite.text.records import BadInput, count_lines
 from megatron_lite.text.shares import Part, Place, Share, after, numbers_before, place_of, read, shares
+from megatron_lite.text.tokenizer_fast import Encoder, encoder_for
 
 T = TypeVar("T")
 _FINISHED_BYTES = 1 << 28  # of input, after which the finished part is written down,
@@ -78,36 +82,76 @@ class AlreadyComplete(Exception):
     """Nothing is left to do: the run that was to go on had ended well. What is there, in words."""
 
 
-class Job(Protocol):
-    """What a run makes of its input.
+class Job:
+    """What a run makes of its input: a dataset of tokens for each of ``outputs``, perhaps with a loss mask beside it.
+
+    Args:
+        outputs: prefixes of the datasets.
+        reading: how files are read.
+        options: what is done to the records: ``tokenizer`` (makes it), ``fast``, ``skip_bad``, ...
+        ends: the tokenizer's end-of-document token ends each document.
+        identity: what else decides the output, besides the inputs and which part of them is read; JSON.
 
     Attributes:
-        outputs: prefixes of the datasets.
-        mask: a loss mask is written beside each of them.
-        reading: how files are read.
-        recorded: what ``.meta.json`` of the outputs says of how they were made.
-        identity: what decides the output, besides the inputs and which part of them is read; JSON.
+        mask: a loss mask is written beside each output.
         called: what a record is.
+        recorded: what ``.meta.json`` of the outputs says of how they were made.
+
+    Raises:
+        ValueError: a tokenizer that cannot be used: before any work.
     """
 
-    outputs: list[str]
-    mask: bool
-    reading: InputOptions
-    recorded: dict[str, Any]
-    identity: Identity
-    called: str
+    mask = False
+    called = "documents"
+
+    def __init__(self, outputs: list[str], reading: InputOptions, options: Any, ends: bool, **identity: Any) -> None:
+        self.outputs, self.reading, self.options = outputs, reading, options
+        self.tokenizer = tokenizer = options.tokenizer()
+        self.encoder = Encoder(tokenizer)
+        self.recorded: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
+        self.recorded["eod_id"] = tokenizer.eod_id if ends else None
+        self.identity: Identity = {"tokenizer": tokenizer.fingerprint, "skip_bad": options.skip_bad, "encoding": reading.encoding}
+        self.identity |= identity
 
     def begin(self, first: Block | None, say: Callable[[str], None]) -> None:
-        """Look at the first block of the input, before anything else is done with it."""
+        """Use the fast form of the tokenizer, if it is proved on hard texts and on those of the first block of the input."""
+        if self.options.fast:
+            self.encoder = encoder_for(self.tokenizer, [] if first is None else self.texts(first), say)
+            self.options = replace(self.options, fast=self.encoder.is_fast)
+
+    def texts(self, block: Block) -> list[str]:
+        """Some of a block."""
+        raise NotImplementedError
 
     def writers(self, states: Sequence[WriterState], **options: Any) -> Iterator[IndexedWriter]:
         """A writer for each column of a block, that of a mask before that of its output.
 
         They go on from the states, if there are any; the options are those of :class:`IndexedWriter`.
         """
+        left = iter(states)
+        for output in self.outputs:
+            mask = None
+            if self.mask:  # a mask without tokens is what a killed run left
+                own = {**options, "overwrite": True}
+                mask = IndexedWriter(mask_prefix(output), dtype=np.uint8, resume=next(left, None), **own)
+                yield mask
+            flags = self.tokenizer.flags
+            yield IndexedWriter(output, tokenizer_flags=flags, resume=next(left, None), mask=mask, **self.recorded, **options)
+
+    @staticmethod
+    def work(options: Any, encoder: Encoder) -> Callable[[Work], Encoded]:
+        """What a worker does with a block."""
+        raise NotImplementedError
 
     def encoded(self, stream: Stream, workers: int, stack: ExitStack) -> Iterator[Encoded]:
         """Every block in order."""
+        if workers == 1:
+            return map(self.work(self.options, self.encoder), stream.work())
+        return in_processes(stream, partial(_in_process, self.work, self.options), workers, stack)
+
+
+def _in_process(work: Callable[[Any, Encoder], Callable[[Work], Encoded]], options: Any) -> Callable[[Work], Encoded]:
+    return work(options, encoder_in_worker(options.tokenizer, options.fast))
 
 
 def run_job(

@@ -312,6 +312,10 @@ def test_head_finds_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert code == 0 and "hello" not in ids and f"note: ids are shown, since --tokenizer-model {folder}" in err
     assert err.endswith("; give --tokenizer-model\n")
     assert run(capsys, "head", prefix, "--tokenizer-model", tmp_path / "moved") == (0, out, "")
+    meta = Path(f"{prefix}.meta.json")
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | {"tokenizer_flags": "--tokenizer-type 'x"}))
+    code, out, err = run(capsys, "head", prefix)
+    assert (code, out) == (0, ids) and "note: ids are shown, since No closing quotation" in err
 
 
 def test_head_marks_what_has_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -346,6 +346,10 @@ def test_full_check(tmp_path):
     (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-1] + b"\6")
     found = verify(tmp_path / "a")[0]
     assert len(found) == 3 and "sequence 502 of length 11" in found[0] and "sha256" in found[1] and "sha256" in found[2]
+    for name, value in (("vocab_size", "64"), ("eod_id", True), ("largest_id", 6.0), ("sha256_bin", 5), ("tokens", None)):
+        (tmp_path / "a.meta.json").write_text(json.dumps(meta | {name: value}))
+        with pytest.raises(ValueError, match=rf"a\.meta\.json: {name} is {value!r}; remove the file"):
+            IndexedDataset(tmp_path / "a")
     meta["tokens"] += 1
     (tmp_path / "a.meta.json").write_text(json.dumps(meta))
     with pytest.raises(

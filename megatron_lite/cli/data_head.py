@@ -97,8 +97,8 @@ def _tokenizer(args: argparse.Namespace, meta: DatasetMeta | None) -> Tokenizer 
         return tokenizer
     why = "it is not said which tokenizer made the dataset"
     if flags is not None:
-        named = parser().parse_args(["", *shlex.split(flags)])
         try:
+            named = parser().parse_args(["", *shlex.split(flags)])
             tokenizer = build_tokenizer(named.tokenizer_type, **tokenizer_options(named))
             if tokenizer.fingerprint == made_by:
                 return tokenizer

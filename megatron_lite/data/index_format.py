@@ -165,6 +165,10 @@ class DatasetMeta:
             raise ValueError(
                 f"{path}: not a description of format {META_FORMAT}; remove it to read the dataset without it"
             )
+        for field in dataclasses.fields(cls):  # whose types are "int", "str", "int | None" or "str | None"
+            value, kind = record.get(field.name), str(field.type)
+            if type(value) is not (int if kind.startswith("int") else str) and not (value is None and kind.endswith("None")):
+                raise ValueError(f"{path}: {field.name} is {value!r}; remove the file to read the dataset without it")
         return cls(**{name: value for name, value in record.items() if name in names})
 
 

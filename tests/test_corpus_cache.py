@@ -141,10 +141,10 @@ def at_once(path: Path, processes: int) -> list[Any]:
 
 
 def test_one_process_tokenizes_and_the_others_wait(tmp_path: Path) -> None:
-    path = write(tmp_path / "corpus.jsonl", [*TEXTS, "wait 3"])
+    path = write(tmp_path / "corpus.jsonl", [*TEXTS, "wait 3", ""])
     found = at_once(path, 3)
     assert len({prefix for (prefix, _), _ in found}) == 1
-    assert sum("tokenized in" in line for (_, line), _ in found) == 1
+    assert sum("; 1 dropped: empty, tokenized in" in line for (_, line), _ in found) == 1
     assert sum("by another process" in line for (_, line), _ in found) == 2
     assert sum(bool(waited) for _, waited in found) == 2
     assert IndexedDataset(found[0][0][0]).num_documents == 41

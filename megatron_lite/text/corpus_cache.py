@@ -161,7 +161,7 @@ class CorpusCache:
             else:
                 options = Options(self.make, keys=(KEY,), append_eod=True)
                 counts = preprocess([path], made, options, **running)
-                what = f"{counts.documents:,} documents, {counts.tokens:,} tokens"
+                what = "; ".join((f"{counts.documents:,} documents, {counts.tokens:,} tokens", *counts.skipped()))
                 made = options.output(made, KEY)
             _move(made, str(prefix))
             sync_directory(prefix.parent)

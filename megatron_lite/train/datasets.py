@@ -107,7 +107,7 @@ def find_data(
         raise ConfigError([Problem(f"the data cannot be read, or their orders not be kept: {error}", numbers)]) from error
     if found.problems:
         raise ConfigError(found.problems)
-    found.summary, found.notices = [*made, *found.summary], [*lines, *found.notices]
+    found.notices = [*made, *lines, *found.notices]
     return found
 
 

@@ -263,6 +263,14 @@ def test_templates_that_change_their_mind_are_refused(model: Path, tmp_path: Pat
     assert "writes an array of parts as it stands" in why_bad(folder, parts)
 
 
+def test_nothing_is_rendered_behind_a_bad_one_that_ends_the_run(model: Path, tmp_path: Path) -> None:
+    folder = tokenizer_with(model, tmp_path / "t", "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}" + CHATML)
+    bad = Conversation([{"role": "user", "content": "no"}, TALK[1]])
+    encoder, talks = chat_encoder(folder), [Conversation(TALK), bad, Conversation(TALK)]
+    assert [type(e) for e in encoder.encode(talks, hasty=True)] == [Example, BadRecord]
+    assert [type(e) for e in encoder.encode(talks)] == [Example, BadRecord, Example]
+
+
 def test_messages_without_content(model: Path, tmp_path: Path) -> None:
     """An empty array and null are the empty text, but null stays where the template looks for it."""
     calls = [{"function": {"name": "f", "arguments": {"x": "None"}}}]

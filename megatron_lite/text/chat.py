@@ -262,14 +262,18 @@ class ChatEncoder:
         self._places = SpecialPlaces(encoder)
         self._remembered = lru_cache(maxsize=1 << 12)(self._ids)
 
-    def encode(self, conversations: Sequence[Conversation]) -> list[Example | BadRecord]:
-        """For each conversation its tokens and mask, or why it is bad."""
-        rendered = [self.render(c) for c in conversations]
+    def encode(self, conversations: Sequence[Conversation], hasty: bool = False) -> list[Example | BadRecord]:
+        """For each conversation its tokens and mask, or why it is bad; ``hasty``: none after the first that is not rendered."""
+        rendered: list[Rendered | BadRecord] = []
+        for conversation in conversations:
+            rendered.append(self.render(conversation))
+            if hasty and isinstance(rendered[-1], BadRecord):
+                break
         good = [r for r in rendered if isinstance(r, Rendered)]
         tokens = iter(self._places.encode([r.text for r in good], [r.plain for r in good]))
         return [
             self._example(r, next(tokens), self.templates.of(c.tools).marks) if isinstance(r, Rendered) else r
-            for r, c in zip(rendered, conversations, strict=True)
+            for r, c in zip(rendered, conversations, strict=False)
         ]
 
     def render(self, conversation: Conversation) -> Rendered | BadRecord:

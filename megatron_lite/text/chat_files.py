@@ -23,7 +23,7 @@ import numpy as np
 from megatron_lite.config.text_files import LINES, PACKINGS, TAR
 from megatron_lite.data.index_format import choose_dtype
 from megatron_lite.text.chat import SPEAKERS, ChatEncoder, Conversation, Example, Keys, conversation_of
-from megatron_lite.text.chat_template import CLOSE, OPEN, PLAIN, Rendered, Templates, load_templates
+from megatron_lite.text.chat_template import CLOSE, OPEN, PLAIN, Templates, load_templates
 from megatron_lite.text.encode import Column, Counts, Encoded, Failure, Stop, Work, refuse
 from megatron_lite.text.inputs import Block, InputOptions, Lines, name_of, open_input
 from megatron_lite.text.records import BadInput, BadRecord, numbered_lines, parse_object
@@ -109,7 +109,8 @@ def _examples(encoder: ChatEncoder, options: ChatOptions, lines: Lines, counts: 
         else:
             found.append((number, line, conversation))
     examples: list[Example] = []
-    for (number, line, conversation), example in zip(found, _encoded(encoder, found), strict=True):
+    encoded = _encoded(encoder, found, hasty=not options.skip_bad)
+    for (number, line, conversation), example in zip(found, encoded, strict=False):
         if isinstance(example, BadRecord):
             refuse(options.skip_bad, counts, number, line, example)
             continue
@@ -127,10 +128,10 @@ def _roles(unknown: Sequence[str]) -> str:
     return f" (roles {shown}; known are {', '.join(dict.fromkeys(SPEAKERS.values()))}{small})" if unknown else ""
 
 
-def _encoded(encoder: ChatEncoder, found: Sequence[tuple[int, bytes, Conversation]]) -> list[Example | BadRecord]:
+def _encoded(encoder: ChatEncoder, found: Sequence[tuple[int, bytes, Conversation]], hasty: bool) -> list[Example | BadRecord]:
     """The conversations encoded together, or one by one where the tokenizer refuses a text of them."""
     try:
-        return encoder.encode([c for _, _, c in found])
+        return encoder.encode([c for _, _, c in found], hasty)
     except FastDiffers as error:
         raise Stop(found[0][0], f"{error}; run with --no-fast-tokenizer") from None
     except ValueError:
@@ -205,7 +206,9 @@ class _Chat(Job):
         for _, line in islice(numbered_lines(1, block.data if isinstance(block, Lines) else b""), _TRIED):
             with contextlib.suppress(BadRecord):
                 rendered = encoder.render(conversation_of(_parse(line), self.options.keys))
-                texts += [rendered.text] if isinstance(rendered, Rendered) else []
+                if isinstance(rendered, BadRecord):
+                    break
+                texts.append(rendered.text)
         return texts
 
     @staticmethod

@@ -155,23 +155,17 @@ def _parquet(path: str, options: InputOptions, start: int, stop: int | None) -> 
         schema, rows = file.schema_arrow, file.metadata.num_rows
         for key in options.keys:
             _check_column(path, key, schema)
-        groups, number = _groups(file.metadata, start, rows if stop is None else stop)
-        row_bytes = sum(file.metadata.row_group(g).total_byte_size for g in range(file.metadata.num_row_groups)) / max(
-            rows, 1
-        )
-        count = min(max(int(options.block_bytes / max(row_bytes, 1)), 1), _MOST_ROWS)
+        stop = rows if stop is None else stop
+        groups, number = _groups(file.metadata, start, stop)
+        unpacked_size = sum(file.metadata.row_group(g).total_byte_size for g in range(file.metadata.num_row_groups))
+        count = min(max(options.block_bytes * rows // max(unpacked_size, rows, 1), 1), _MOST_ROWS)
         columns = None if options.whole else list(options.keys)
-        batches = file.iter_batches(count, row_groups=groups, columns=columns)
         try:
-            for batch in batches:
-                low, high = (
-                    max(start - number, 0),
-                    batch.num_rows if stop is None else min(stop - number, batch.num_rows),
-                )
+            for batch in file.iter_batches(count, row_groups=groups, columns=columns):
+                low, high = max(start - number, 0), min(stop - number, batch.num_rows)
                 if low < high:
-                    yield _rows(
-                        path, number + low + 1, batch.slice(low, high - low), options, size * (number + high) // rows
-                    )
+                    taken = size * (number + high) // rows
+                    yield _rows(path, number + low + 1, batch.slice(low, high - low), options, taken)
                 number += batch.num_rows
         except (pyarrow.ArrowException, OSError) as error:
             raise BadInput(f"{path}: damaged, cut off or unreadable in row {number + 1} or later ({error})") from None

@@ -10,6 +10,7 @@ changes while it is read ends the run.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -82,7 +83,7 @@ class AlreadyComplete(Exception):
     """Nothing is left to do: the run that was to go on had ended well. What is there, in words."""
 
 
-class Job:
+class Job(ABC):
     """What a run makes of its input: a dataset of tokens for each of ``outputs``, perhaps with a loss mask beside it.
 
     Args:
@@ -119,9 +120,9 @@ class Job:
             self.encoder = encoder_for(self.tokenizer, [] if first is None else self.texts(first), say)
             self.options = replace(self.options, fast=self.encoder.is_fast)
 
+    @abstractmethod
     def texts(self, block: Block) -> list[str]:
         """Some of a block."""
-        raise NotImplementedError
 
     def writers(self, states: Sequence[WriterState], **options: Any) -> Iterator[IndexedWriter]:
         """A writer for each column of a block, that of a mask before that of its output.
@@ -139,9 +140,9 @@ class Job:
             yield IndexedWriter(output, tokenizer_flags=flags, resume=next(left, None), mask=mask, **self.recorded, **options)
 
     @staticmethod
+    @abstractmethod
     def work(options: Any, encoder: Encoder) -> Callable[[Work], Encoded]:
         """What a worker does with a block."""
-        raise NotImplementedError
 
     def encoded(self, stream: Stream, workers: int, stack: ExitStack) -> Iterator[Encoded]:
         """Every block in order."""

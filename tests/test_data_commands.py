@@ -222,6 +222,9 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.rstrip().endswith("together 3 documents, 24 tokens")
     code, out, _ = run(capsys, "inspect", tmp_path, "--json")
     assert code == 0 and [found["tokens"] for found in json.loads(out)] == [23, 1]
+    assert "loss" not in run(capsys, "inspect", a)[1]
+    write(tmp_path / "a_loss_mask", [[[0, 1, 1]], [[1] * 20]], "uint8", vocab_size=None, eod_id=None, tokenizer=None)
+    assert f"which tokens the loss counts: {a}_loss_mask" in run(capsys, "inspect", a)[1]
     assert run(capsys, "inspect", tmp_path / "none")[0] == 2
 
 

@@ -80,6 +80,8 @@ def dataset_text(found: dict[str, Any]) -> str:
     else:
         shown = ("eod_id", "vocab_size", "largest_id", "tokenizer")
         lines.append("  " + ", ".join(f"{name} {found['meta'][name]}" for name in shown))
+    if found["loss_mask"] is not None:
+        lines.append(f"  which tokens the loss counts: {found['loss_mask']}")
     for number, document in enumerate(found["first_documents"]):
         more = " ..." if document["tokens"] > len(document["ids"]) else ""
         lines.append(f"  document {number}: {' '.join(map(str, document['ids']))}{more}")

@@ -26,7 +26,8 @@ def describe(prefix: str | Path, *, first: int = 3, ids: int = 16, checksums: bo
     Returns:
         A dictionary that JSON can hold: ``prefix, dtype, documents, sequences, tokens, bytes, empty_documents, shortest,
         longest, mean``, ``lengths`` (documents per range of lengths, e.g. ``{"1": 2, "2-3": 10, "4-7": 40}``),
-        ``first_documents`` (their lengths and first ids), ``meta`` (what ``.meta.json`` says, or None), ``problems``.
+        ``first_documents`` (their lengths and first ids), ``loss_mask`` (its prefix, or None), ``meta`` (what ``.meta.json``
+        says, or None), ``problems``.
     """
     with contextlib.closing(IndexedDataset(prefix)) as dataset:
         problems = verify(prefix)[0] if checksums else dataset.problems()
@@ -51,6 +52,7 @@ def describe(prefix: str | Path, *, first: int = 3, ids: int = 16, checksums: bo
             "mean": dataset.num_tokens / max(1, dataset.num_documents),
             "lengths": {_range(k): int(counts[k]) for k in np.flatnonzero(counts).tolist()},
             "first_documents": [_document(dataset, d, ids) for d in range(min(first, dataset.num_documents))],
+            "loss_mask": mask_prefix(dataset.prefix) if dataset.access.exists(mask_prefix(dataset.prefix)) else None,
             "meta": vars(dataset.meta).copy() if dataset.meta is not None else None,
             "problems": problems,
         }

@@ -136,9 +136,8 @@ class Split:
             sequences = sum(len(p.stream.dataset) for p in parts)
             if self.name == "train":
                 what = f"the training split is empty{shares}"
-                self.result.problems.append(
-                    Problem(what, f"{sequences} sequences in {len(parts)} sources", "", "another --split")
-                )
+                nearest = "another --split" if shares else "data with tokens"
+                self.result.problems.append(Problem(what, f"{sequences} sequences in {len(parts)} sources", "", nearest))
             else:
                 self.result.notices.append(f"the {self.title} split is empty{shares}: no {self.title} loss")
             return []

@@ -22,7 +22,7 @@ from megatron_lite.clean.pipeline import Run, RunOptions
 from megatron_lite.clean.shards import ShardReader
 from megatron_lite.clean.step import CorpusOptions, CorpusStep, Document, Facts, LocalStep
 from megatron_lite.clean.steps.normalise import Normalise, NormaliseOptions
-from megatron_lite.text.inputs import InputOptions
+from megatron_lite.text.blocks import InputOptions
 
 WORDS = "alpha beta gamma delta 中文 かな the of and \x07bell".split(" ")
 

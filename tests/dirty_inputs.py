@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.text.inputs import Block, InputOptions, Texts
+from megatron_lite.text.blocks import Block, InputOptions, Texts
 from megatron_lite.text.records import BadRecord, numbered_lines, parse_line
 
 FOLDER = Path(__file__).resolve().parent / "data" / "dirty"

@@ -17,7 +17,7 @@ from megatron_lite.cli.data import run as data
 from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.text import chat_files, run
-from megatron_lite.text.inputs import InputOptions
+from megatron_lite.text.blocks import InputOptions
 from megatron_lite.text.special_places import named_tokens
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer, build_tokenizer
 

@@ -18,7 +18,7 @@ from megatron_lite.clean.documents import read_block
 from megatron_lite.clean.json_line import with_fields
 from megatron_lite.clean.shards import ShardReader
 from megatron_lite.clean.steps.normalise import Normalise, NormaliseOptions
-from megatron_lite.text.inputs import Lines
+from megatron_lite.text.blocks import Lines
 from megatron_lite.text.records import BadInput
 
 NORMALISE = Pipeline((StepConfig("normalise", NormaliseOptions(), Normalise),))

@@ -33,7 +33,7 @@ from megatron_lite.clean.steps.drift import (
 from megatron_lite.clean.steps.language import CODES, Language, LanguageOptions, sample
 from megatron_lite.clean.steps.perplexity import Perplexity, PerplexityOptions
 from megatron_lite.cli.main import main
-from megatron_lite.text.inputs import InputOptions
+from megatron_lite.text.blocks import InputOptions
 
 
 @pytest.fixture(scope="module")

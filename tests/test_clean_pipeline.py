@@ -31,7 +31,7 @@ from megatron_lite.clean.pipeline_work import PartsMissing, PlanDiffers
 from megatron_lite.clean.report import summary
 from megatron_lite.clean.shards import ShardReader, ShardWriter, write_list
 from megatron_lite.clean.step import CorpusOptions, CorpusStep, Document, LocalStep
-from megatron_lite.text.inputs import InputOptions, Lines
+from megatron_lite.text.blocks import InputOptions, Lines
 from megatron_lite.text.records import BadInput, numbered_lines
 from megatron_lite.text.shares import shares
 

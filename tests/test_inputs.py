@@ -24,18 +24,8 @@ import zstandard
 from dirty_inputs import ALL, EACH_DIRTY_FILE, FOLDER, Dirty, documents, options_of
 
 from megatron_lite.config.text_files import SUPPORTED, is_text_file
-from megatron_lite.text.inputs import (
-    InputOptions,
-    Lines,
-    Texts,
-    check_options,
-    expand_inputs,
-    extent,
-    lines_before,
-    name_of,
-    open_input,
-    repeated,
-)
+from megatron_lite.text.blocks import InputOptions, Lines, Texts
+from megatron_lite.text.inputs import check_options, expand_inputs, extent, lines_before, name_of, open_input, repeated
 from megatron_lite.text.inputs_bytes import check_encoding, whole_lines
 from megatron_lite.text.records import NOT_DECODABLE, NOT_UTF8, BadInput, BadRecord, refusal
 

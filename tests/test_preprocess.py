@@ -26,7 +26,8 @@ import pytest
 from megatron_lite.cli import preprocess as cli
 from megatron_lite.data.describe import verify
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
-from megatron_lite.text.inputs import InputOptions, open_input
+from megatron_lite.text.blocks import InputOptions
+from megatron_lite.text.inputs import open_input
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.preprocess import SENTENCE_END, Counts, Options, preprocess
 from megatron_lite.text.records import NOT_DECODABLE, BadInput, BadRecord, parse_line

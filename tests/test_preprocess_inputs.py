@@ -20,7 +20,7 @@ from dirty_inputs import ALL, EACH_DIRTY_FILE, FOLDER, Dirty, options_of
 from megatron_lite.cli import preprocess as cli
 from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.text.inputs import InputOptions
+from megatron_lite.text.blocks import InputOptions
 from megatron_lite.text.preprocess import Options, preprocess
 from megatron_lite.text.records import BadInput
 

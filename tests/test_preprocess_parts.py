@@ -26,9 +26,10 @@ from megatron_lite.data.describe import verify
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.data.parts import merge
 from megatron_lite.text import run as engine
+from megatron_lite.text.blocks import InputOptions, Lines
 from megatron_lite.text.encode import Counts
 from megatron_lite.text.frames import index_path
-from megatron_lite.text.inputs import InputOptions, Lines, open_input
+from megatron_lite.text.inputs import open_input
 from megatron_lite.text.journal import Journal
 from megatron_lite.text.preprocess import Options, preprocess
 from megatron_lite.text.progress import Progress
@@ -224,9 +225,9 @@ import sys
 from functools import partial
 sys.path.insert(0, {root!r})
 from megatron_lite.cli.preprocess import main
-from megatron_lite.text import inputs, run
+from megatron_lite.text import blocks, run
 run._FINISHED_BYTES = 1 << 14  # the real command, in smaller pieces
-inputs.InputOptions = partial(inputs.InputOptions, block_bytes=1 << 12)
+blocks.InputOptions = partial(blocks.InputOptions, block_bytes=1 << 12)
 if __name__ == "__main__":
     print("ready", flush=True)
     sys.exit(main(sys.argv[1:]))

@@ -15,8 +15,9 @@ import zstandard
 
 from megatron_lite.clean import shards
 from megatron_lite.clean.shards import FrameFile, FrameReader, ShardReader, ShardWriter, index_path, write_list
+from megatron_lite.text.blocks import InputOptions, Lines
 from megatron_lite.text.frames import fitting_index
-from megatron_lite.text.inputs import InputOptions, Lines, expand_inputs, open_input
+from megatron_lite.text.inputs import expand_inputs, open_input
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import orjson
 from megatron_lite.clean.config import Keys
 from megatron_lite.clean.json_line import with_fields
 from megatron_lite.clean.step import LINE_BITS, Document
-from megatron_lite.text.inputs import Block, Lines
+from megatron_lite.text.blocks import Block, Lines
 from megatron_lite.text.records import BadInput, BadRecord, numbered_lines, parse_object, refusal, text_of
 
 

@@ -42,7 +42,8 @@ from megatron_lite.clean.shards import (
 )
 from megatron_lite.clean.step import SAVED_BY, CorpusStep, bucket_path
 from megatron_lite.config.values import plain
-from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions, called
+from megatron_lite.text.blocks import InputOptions
+from megatron_lite.text.inputs import STANDARD_INPUT, called
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed, without_workers
 from megatron_lite.text.progress import told
 from megatron_lite.text.records import BadInput

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from megatron_lite.clean.pipeline_stage import Block
 from megatron_lite.clean.shards import FrameReader
-from megatron_lite.text.inputs import InputOptions, Lines, open_input
+from megatron_lite.text.blocks import InputOptions, Lines
+from megatron_lite.text.inputs import open_input
 from megatron_lite.text.shares import Share, numbers_before
 
 _SAY_EVERY = 10.0  # seconds

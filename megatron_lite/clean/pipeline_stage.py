@@ -22,7 +22,7 @@ from megatron_lite.clean.counts import StageCounts, StepCounts
 from megatron_lite.clean.documents import dropped_line, output_line, read_block, read_spool, spool_line, spooled_numbers
 from megatron_lite.clean.pipeline_work import WorkDirectory
 from megatron_lite.clean.step import CorpusStep, Document, LocalStep, place_of
-from megatron_lite.text import inputs
+from megatron_lite.text import blocks
 from megatron_lite.text.records import BadInput
 
 DROPS = np.dtype([("number", np.uint64), ("unit", np.uint32)])  # what to drop, sorted, each once
@@ -99,7 +99,7 @@ class Block:
     stage: int
     file: int = 0
     base: int = 0
-    block: inputs.Block | None = None
+    block: blocks.Block | None = None
     spool: bytes = b""
 
     def place(self) -> str:
@@ -107,8 +107,8 @@ class Block:
         if self.block is None:
             (file, first), (last_file, last) = (place_of(number) for number in spooled_numbers(self.spool))
             return f"record {first} of input {file + 1} to record {last} of input {last_file + 1}"
-        is_lines = isinstance(self.block, inputs.Lines)
-        size = self.block.data.rstrip().count(b"\n") + 1 if isinstance(self.block, inputs.Lines) else len(self.block)
+        is_lines = isinstance(self.block, blocks.Lines)
+        size = self.block.data.rstrip().count(b"\n") + 1 if isinstance(self.block, blocks.Lines) else len(self.block)
         first = self.block.first
         return f"{'lines' if is_lines else 'documents'} {first} to {first + size - 1} of {self.block.file}"
 

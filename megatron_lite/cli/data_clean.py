@@ -106,7 +106,8 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
     from megatron_lite.clean.pipeline import Run, RunOptions
     from megatron_lite.clean.pipeline_work import PartsMissing
     from megatron_lite.clean.saved import pipeline_warnings
-    from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs
+    from megatron_lite.text.blocks import InputOptions
+    from megatron_lite.text.inputs import check_options, expand_inputs
 
     started = time.monotonic()
     if args.json is not None:

@@ -63,7 +63,7 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
         sample_of,
         save_profile,
     )
-    from megatron_lite.text.inputs import InputOptions
+    from megatron_lite.text.blocks import InputOptions
 
     problems = Drift.problems(DriftOptions(args.reference, args.text_key, args.threshold, args.sample))
     if args.new is None and args.save_profile is None:

@@ -82,7 +82,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> tuple[int, str]:
-    from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs, repeated
+    from megatron_lite.text.blocks import InputOptions
+    from megatron_lite.text.inputs import check_options, expand_inputs, repeated
     from megatron_lite.text.preprocess import Options, preprocess, summary
     from megatron_lite.text.run import AlreadyComplete
 

@@ -22,10 +22,11 @@ import numpy as np
 
 from megatron_lite.config.text_files import LINES, PACKINGS, TAR
 from megatron_lite.data.index_format import choose_dtype
+from megatron_lite.text.blocks import Block, InputOptions, Lines
 from megatron_lite.text.chat import SPEAKERS, ChatEncoder, Conversation, Example, Keys, conversation_of
 from megatron_lite.text.chat_template import CLOSE, OPEN, PLAIN, Templates, load_templates
 from megatron_lite.text.encode import Column, Counts, Encoded, Failure, Stop, Work, refuse
-from megatron_lite.text.inputs import Block, InputOptions, Lines, name_of, open_input
+from megatron_lite.text.inputs import name_of, open_input
 from megatron_lite.text.records import BadInput, BadRecord, numbered_lines, parse_object
 from megatron_lite.text.run import Job, run_job
 from megatron_lite.text.special_places import named_tokens

@@ -19,7 +19,7 @@ import orjson
 import regex
 
 from megatron_lite.data.index_format import choose_dtype
-from megatron_lite.text.inputs import Block, Lines
+from megatron_lite.text.blocks import Block, Lines
 from megatron_lite.text.records import BadRecord, excerpt, numbered_lines, parse_line, refusal
 from megatron_lite.text.tokenizer import Tokenizer
 from megatron_lite.text.tokenizer_fast import Encoder, FastDiffers, Ids, encoder_of, flat, surrounded

@@ -12,8 +12,8 @@ What a file is, is told by its name: a kind and perhaps a packing, as in ``pages
 ``-``                                 standard input: JSON lines, not packed
 ====================================  =================================================================================
 
-A block is :class:`Lines` (JSON lines, to be parsed) or :class:`Texts` (documents that need no parsing). Files are read,
-and unpacked, as blocks are asked for: memory does not grow with the file, except for one line or one plain-text document.
+Files are read, and unpacked, as blocks (:mod:`.blocks`) are asked for: memory does not grow with the file, except for one line
+or one plain-text document.
 """
 
 from __future__ import annotations
@@ -22,105 +22,15 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron_lite.config.text_files import DAT, LINES, PARQUET, PLAIN, STANDARD_INPUT, SUPPORTED, TAR, name_of
+from megatron_lite.text import inputs_bytes, inputs_texts
+from megatron_lite.text.blocks import Block, InputOptions, Lines
 from megatron_lite.text.frames import INDEX, LIST, differing
-from megatron_lite.text.records import BadRecord, count_lines
-
-
-@dataclass(frozen=True)
-class InputOptions:
-    """How files are read.
-
-    Attributes:
-        keys: of the texts: columns of a Parquet file. Plain text and ``.dat.zst`` have the one key ``text``. (Of JSON lines
-            the reader of the lines takes what it wants.)
-        encoding: of JSON lines and plain text; Python's name.
-        separator: between the documents of a plain-text file; None: the file is one document.
-        whole: also give the other columns of a Parquet file (``Texts.records``).
-        block_bytes: about how much text is in a block.
-    """
-
-    keys: tuple[str, ...] = ("text",)
-    encoding: str = "utf-8"
-    separator: str | None = None
-    whole: bool = False
-    block_bytes: int = 1 << 20
-
-
-@dataclass(frozen=True)
-class Lines:
-    """A block of whole JSON lines in UTF-8.
-
-    Where a line's bytes are not in the input's encoding, it holds bytes that are not UTF-8 in their place, so that parsing it
-    fails at that place.
-
-    Attributes:
-        file: name for messages.
-        first: number of the first line, 1-based.
-        data: lines; the last may lack its newline at the end of the file.
-        offset: where the block begins in the unpacked file, in bytes (of the file's encoding).
-        taken: bytes of the file on the disk that have been read so far, for progress.
-    """
-
-    file: str
-    first: int
-    data: bytes
-    offset: int = 0
-    taken: int = 0
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A document of :class:`Texts` that is bad.
-
-    Attributes:
-        index: in the block.
-        why: reason and place.
-        start: of what there is, UTF-8 or not, for the message.
-    """
-
-    index: int
-    reason: str
-    detail: str
-    start: bytes
-
-    @property
-    def why(self) -> BadRecord:
-        return BadRecord(self.reason, self.detail)
-
-
-@dataclass(frozen=True)
-class Texts:
-    """A block of documents whose texts are there already.
-
-    Attributes:
-        file: name for messages.
-        first: number of the first document, 1-based.
-        columns: for each key the text of each document; no lone surrogates.
-        keys: of the columns.
-        refused: documents that are bad, in order; their texts in ``columns`` are empty and mean nothing.
-        records: for each document the other fields, if they were asked for: as JSON has them, but for bytes, UUIDs and NaN.
-        taken: bytes of the file on the disk that have been read so far, for progress.
-    """
-
-    file: str
-    first: int
-    columns: list[list[str]]
-    keys: tuple[str, ...]
-    refused: tuple[Refused, ...] = ()
-    records: list[dict[str, Any]] | None = None
-    taken: int = 0
-
-    def __len__(self) -> int:
-        return len(self.columns[0])
-
-
-Block = Lines | Texts
+from megatron_lite.text.records import count_lines
 
 
 def open_input(path: str | Path, options: InputOptions, start: int = 0, stop: int | None = None) -> Iterator[Block]:
@@ -136,8 +46,6 @@ def open_input(path: str | Path, options: InputOptions, start: int = 0, stop: in
         ValueError: keys that the kind does not have.
         OSError: the file cannot be opened.
     """
-    from megatron_lite.text import inputs_bytes, inputs_texts
-
     name = name_of(path)
     assert name is not None, path
     if name.kind in LINES or name.kind == TAR:
@@ -160,8 +68,6 @@ def extent(path: str | Path, options: InputOptions) -> int | None:
     Unpacked bytes of JSON lines that are not packed or are shards with their index (:mod:`.frames`), rows of a Parquet file;
     None: whoever wants a part reads what is before it.
     """
-    from megatron_lite.text import inputs_bytes, inputs_texts
-
     name = name_of(path)
     if name is not None and name.kind == PARQUET:
         return inputs_texts.parquet_rows(str(path))

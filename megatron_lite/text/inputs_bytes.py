@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from megatron_lite.config.text_files import LINES, STANDARD_INPUT, TAR, Name
+from megatron_lite.text.blocks import InputOptions, Lines
 from megatron_lite.text.frames import FrameIndex, fitting_index, zstandard_package
-from megatron_lite.text.inputs import InputOptions, Lines
 from megatron_lite.text.records import BYTE_ORDER_MARK, BadInput, count_lines, excerpt
 
 _ZSTD_LEAST, _ZSTD_MOST = 1 << 6, 1 << 13  # packed bytes at a time, ...

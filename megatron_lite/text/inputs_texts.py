@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from megatron_lite.config.text_files import DAT, PARQUET, Name
-from megatron_lite.text.inputs import InputOptions, Refused, Texts
+from megatron_lite.text.blocks import InputOptions, Refused, Texts
 from megatron_lite.text.inputs_bytes import (
     DAMAGE,
     CountedFile,

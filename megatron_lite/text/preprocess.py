@@ -20,8 +20,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from megatron_lite.text.blocks import Block, InputOptions
 from megatron_lite.text.encode import SENTENCE_END, Counts, Encoded, Options, Work, encode_block, texts_of
-from megatron_lite.text.inputs import Block, InputOptions
 from megatron_lite.text.run import Job, Stream, in_order, run_job
 from megatron_lite.text.tokenizer_fast import Encoder, encoder_of
 

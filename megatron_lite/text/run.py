@@ -28,8 +28,9 @@ from megatron_lite.data.index_format import mask_prefix, prefix_paths
 from megatron_lite.data.index_writer import IndexedWriter, WriterState, publish_left, refuse_existing, remove_dataset
 from megatron_lite.data.indexed import IndexedDataset, open_mask
 from megatron_lite.data.locked_file import interrupts_held
+from megatron_lite.text.blocks import Block, InputOptions, Lines
 from megatron_lite.text.encode import Counts, Encoded, Work, encoder_in_worker
-from megatron_lite.text.inputs import STANDARD_INPUT, Block, InputOptions, Lines, called
+from megatron_lite.text.inputs import STANDARD_INPUT, called
 from megatron_lite.text.journal import Finished, Identity, Journal
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.progress import Progress, told

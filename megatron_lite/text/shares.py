@@ -15,16 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from megatron_lite.config.text_files import LINES
-from megatron_lite.text.inputs import (
-    STANDARD_INPUT,
-    Block,
-    InputOptions,
-    Lines,
-    extent,
-    lines_before,
-    name_of,
-    open_input,
-)
+from megatron_lite.text.blocks import Block, InputOptions, Lines
+from megatron_lite.text.inputs import STANDARD_INPUT, extent, lines_before, name_of, open_input
 
 Part = tuple[int, int]  # (i, n): the i-th of n, from 0
 

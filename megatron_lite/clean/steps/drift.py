@@ -35,7 +35,8 @@ import numpy as np
 from megatron_lite.clean.config import Keys
 from megatron_lite.clean.documents import read_block
 from megatron_lite.clean.step import Document, Facts, LocalStep
-from megatron_lite.text.inputs import InputOptions, check_options, expand_inputs, open_input
+from megatron_lite.text.blocks import InputOptions
+from megatron_lite.text.inputs import check_options, expand_inputs, open_input
 
 PROFILE = ".drift.json"
 SAME, MOVED, TOO_FEW = "same", "moved", "too few documents"

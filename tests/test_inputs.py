@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -426,3 +426,17 @@ def test_nothing_here_needs_torch_and_optional_packages_come_late() -> None:
     code = "import sys, megatron_lite.text.inputs_texts; print([m for m in ('torch', 'pyarrow', 'zstandard') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize(("packing", "pack", "padding"), [(".bz2", bz2.compress, b""), (".xz", lzma.compress, bytes(8))])
+def test_every_stream_of_a_file_counts(tmp_path: Path, packing: str, pack: Callable[[bytes], bytes], padding: bytes) -> None:
+    """The standard library's readers stop without a word at a stream whose beginning is damaged."""
+    streams = [pack(b'{"text": "%d"}\n' % n * 1000) for n in range(3)]
+    path = tmp_path / f"a.jsonl{packing}"
+    path.write_bytes(padding.join([*streams, b""]))
+    lines = b"".join(block.data for block in open_input(path, InputOptions(block_bytes=99)) if isinstance(block, Lines))
+    assert lines == b"".join(b'{"text": "%d"}\n' % n * 1000 for n in range(3))
+    for damaged in ([streams[0], b"x", *streams[1:]], [*streams, b"more"], [*streams, streams[0][:-9]]):
+        path.write_bytes(b"".join(damaged))
+        with pytest.raises(BadInput, match="damaged, cut off or unreadable"):
+            list(open_input(path, InputOptions()))

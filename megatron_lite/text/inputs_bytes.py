@@ -20,7 +20,7 @@ import sys
 import tarfile
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -92,10 +92,33 @@ def unpacked(file: Readable, packing: str, size: int) -> Iterator[bytes]:
     if packing == ".zst":
         yield from _zstd_frames(file)
         return
-    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    stream = openers[packing](file, "rb") if packing else file
+    if packing in _STREAMS:
+        yield from _packed_streams(file, *_STREAMS[packing], size)
+        return
+    stream = gzip.open(file, "rb") if packing else file  # type: ignore[call-overload]
     while data := stream.read(size):
         yield data
+
+
+# What unpacks one stream of several in a file, and the bytes that may lie between them (2.2 of the .xz file format).
+_STREAMS: dict[str, tuple[Callable[[], Any], bytes]] = {".bz2": (bz2.BZ2Decompressor, b""), ".xz": (lzma.LZMADecompressor, b"\0")}
+
+
+def _packed_streams(file: Readable, unpacker_of: Callable[[], Any], padding: bytes, size: int) -> Iterator[bytes]:
+    """Streams of bzip2 or xz to the last byte; ``bz2.open`` and ``lzma.open`` end without a word where a later one is damaged."""
+    unpacker, packed = unpacker_of(), b""
+    while packed := packed or file.read(1 << 18):
+        if unpacker.eof:
+            packed = packed.lstrip(padding)
+            if not packed:
+                continue
+            unpacker = unpacker_of()
+        yield unpacker.decompress(packed, size)
+        while not (unpacker.eof or unpacker.needs_input):
+            yield unpacker.decompress(b"", size)
+        packed = unpacker.unused_data
+    if not unpacker.eof:
+        raise EOFError("the file ends inside a stream")
 
 
 def _zstd_frames(file: Readable) -> Iterator[bytes]:

@@ -105,3 +105,12 @@ def test_texts_that_are_lists_keep_the_other_fields(tmp_path: Path) -> None:
     one_run(tmp_path, [tmp_path / "in.jsonl"], steps=NORMALISE)
     assert ShardReader(tmp_path / "out").line(0) == rb'{"g": 1e400, "text": "of two\n\nparts" }'
     assert json.loads(ShardReader(tmp_path / "out").line(0))["g"] == float("inf")
+
+
+def test_a_table_of_texts_alone(tmp_path: Path) -> None:
+    """A file of Parquet without another column, and a bad record among its rows."""
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table({"text": ["one", None, "two"]}), tmp_path / "in.parquet")
+    one_run(tmp_path, [tmp_path / "in.parquet"], steps=NORMALISE, skip_bad=True)
+    assert lines_of(tmp_path / "out") == [{"text": "one"}, {"text": "two"}]

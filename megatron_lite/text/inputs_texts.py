@@ -204,7 +204,9 @@ def _rows(path: str, first: int, batch: Any, options: InputOptions, taken: int) 
             if isinstance(value, Refused):
                 refused.setdefault(index, replace(value, index=index))
         columns.append(["" if isinstance(value, Refused) else value for value in column])
-    records = _others(batch.drop_columns(list(options.keys)), refused) if options.whole else None
+    records = None
+    if options.whole:  # pyarrow takes rows without a column for no rows
+        records = _others(batch.drop_columns(list(options.keys)), refused) or [{} for _ in columns[0]]
     return Texts(path, first, columns, options.keys, tuple(refused[i] for i in sorted(refused)), records, taken)
 
 

@@ -406,6 +406,11 @@ def test_inputs_are_all_read_or_refused(tmp_path: Path) -> None:
     ]
     assert [p.name for p in expand_inputs([str(tmp_path / "[x].jsonl")])] == ["[x].jsonl"]  # a name, not a pattern
     assert [p.name for p in expand_inputs([str(tmp_path / "**" / "*.json")])] == ["d.json"]
+    assert [p.name for p in expand_inputs([str(tmp_path / "d*")])] == ["d.json"]  # a directory, as where the shell takes the pattern
+    (tmp_path / "none").mkdir()
+    for wrong in ("n*", "**/none"):
+        with pytest.raises(ValueError, match="a directory without files|no file matches"):
+            expand_inputs([str(tmp_path / wrong)])
 
 
 def test_options_that_fit_no_file_are_refused() -> None:

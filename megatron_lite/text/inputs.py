@@ -83,6 +83,8 @@ def extent(path: str | Path, options: InputOptions) -> int | None:
 def expand_inputs(arguments: Sequence[str], flag: str = "--input") -> list[Path]:
     """The files that the arguments name: files, patterns (``**`` too), directories (with all below); ``-`` is standard input.
 
+    A directory that a pattern matches is read like one that is named, as where the shell takes the pattern.
+
     Files of a pattern or a directory come in the order of their names. Below a directory, names that begin with a dot and
     ``_SUCCESS`` are left out; any other name that is not read is an error.
 
@@ -97,10 +99,15 @@ def expand_inputs(arguments: Sequence[str], flag: str = "--input") -> list[Path]
             files += _below(argument, flag)
         elif has_magic(argument) and not path.exists():
             _refuse_unreadable(path, flag)
-            found = sorted(map(Path, glob(argument, recursive=True)), key=_in_order)
-            if not found:
+            matching: list[Path] = []
+            for found in sorted(map(Path, glob(argument, recursive=True)), key=_in_order):
+                if not found.is_dir():
+                    matching.append(found)
+                elif "**" not in argument:  # which matches what is below by itself
+                    matching += _below(str(found), flag)
+            if not matching:
                 raise ValueError(f"{flag} {argument}: no file matches; supported are {SUPPORTED}")
-            files += [f for f in found if not f.is_dir()]
+            files += matching
         else:
             files.append(path)
     for path in files:

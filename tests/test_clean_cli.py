@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from clean_pipelines import files_of, lines_of
 
 from megatron_lite.clean.config import STEPS, load_pipeline, step_class
 from megatron_lite.clean.document_steps import PATH, document
-from megatron_lite.clean.step import CorpusStep, LocalStep, Step
+from megatron_lite.clean.pipeline import Run
+from megatron_lite.clean.step import SAVED_BY, CorpusStep, LocalStep, Step
 from megatron_lite.cli import data_clean
 from megatron_lite.cli.data_clean import run, size
 from megatron_lite.config.document import field_help
@@ -109,6 +111,13 @@ source_key: 7
         ("steps: [normalise\n", "not YAML"),
         ("steps:\n  - bloom: {against: nowhere}\n", "2: bloom: against nowhere: not a directory that 'save' wrote"),
         ("steps:\n  - perplexity\n", "2: perplexity"),
+        ("steps:\n  - {}\n", "2: steps: expected a step's name"),
+        ("steps:\n  - ? [a]\n    : b\n", "2: steps: expected a step's name"),
+        ("language_key: text\nsteps: [language]\n", "language_key: text: that field holds the text"),
+        ("text_key: a\nsource_key: a\nsteps: [exact]\n", "source_key: a: that field holds the text"),
+        ("text_key: step\nsteps: [exact]\n", "text_key: step: what --keep-dropped writes has its own field of that name"),
+        ("steps:\n  - minhash: {permutations: 10_000_000}\n", "2: minhash: permutations: 10000000 must be between 1 and 10,000"),
+        ("steps:\n  - bloom: {expected: 100_000_000_000_000_000}\n", "a bucket more than this machine's"),
     ],
 )
 def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, what: str) -> None:
@@ -269,6 +278,10 @@ def test_bad_input_is_told_with_file_and_line(good: list[str], tmp_path: Path, c
         (["--output", "o/out", "--work", "x/../o"], "inside --work x/../o, which is removed when all is complete"),
         (["--output", "o", "--json", "o.work/report.json"], "--json o.work/report.json: is inside --work"),
         (["--output", "tests/o", "--input", "tests"], "inside --input"),
+        (["--output", "o", "--json", "o.html"], "is the page of the report"),
+        (["--output", "."], "is given no name"),
+        (["--output", ".."], "is given no name"),
+        (["--wait", "nan"], "give 0 or more seconds"),
     ],
 )
 def test_flags_are_checked(good: list[str], flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,6 +330,40 @@ def test_a_full_disk_is_no_traceback(good: list[str], monkeypatch: pytest.Monkey
     assert re.search(r"No space left on device: '.*part-0.0.tmp'; nothing was written to", capsys.readouterr().err)
     monkeypatch.undo()
     assert run(good) == DONE
+
+
+def test_a_report_is_written_over_nothing_but_reports(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not over an input, say."""
+    data = (tmp_path / "in.jsonl").read_bytes()
+    for name in ("in.jsonl", "clean.yaml", "."):
+        assert run([*good, "--json", str(tmp_path / name)]) == CONFIGURATION
+        assert f"{tmp_path / name} is there, and not a report of cleaning" in capsys.readouterr().err
+    assert (tmp_path / "in.jsonl").read_bytes() == data
+    write(tmp_path / "out.html", "mine")
+    assert run(good) == CONFIGURATION and (tmp_path / "out.html").read_text() == "mine"
+    (tmp_path / "out.html").unlink()
+    assert run([*good, "--json", str(tmp_path / "report.json")]) == DONE
+    good[good.index("--output") + 1] = str(tmp_path / "again")
+    shutil.copy(tmp_path / "out.html", tmp_path / "again.html")  # as of a run that was removed
+    assert run([*good, "--json", str(tmp_path / "report.json")]) == DONE
+    capsys.readouterr()
+    assert run([*good, "--json", str(tmp_path / "late.json")]) == CONFIGURATION
+    assert "again is complete, and was made without" in capsys.readouterr().err
+
+
+def test_two_runs_that_save_to_one_directory(good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The later one does not pass what the other saved for its own."""
+    saved = tmp_path / "saved"
+    write(tmp_path / "clean.yaml", f"steps: [exact: {{save: {saved}}}]\n")
+    publish = Run._publish_saved
+
+    def late(self: Run, known_as: str) -> None:
+        saved.mkdir()
+        (saved / SAVED_BY).write_text("another\n")
+        publish(self, known_as)
+
+    monkeypatch.setattr(Run, "_publish_saved", late)
+    assert run(good) == CONFIGURATION and not (tmp_path / "out").exists()
 
 
 def test_sizes() -> None:

@@ -111,7 +111,7 @@ def test_bands_and_rows():
         assert rows == count or 1 - (1 - threshold ** (rows + 1)) ** more < recall
     with pytest.raises(ValueError, match="4 permutations find no 0.99 of the pairs at 0.3"):
         bands_and_rows(0.3, 4, 0.99)
-    said = "permutations: 0 must be at least 1"
+    said = "permutations: 0 must be between 1 and 10,000"
     assert MinHash.problems(MinHashOptions(permutations=0)) == [said]
     assert "take more permutations" in MinHash.problems(MinHashOptions(threshold=0.3, permutations=4, recall=0.99))[0]
 

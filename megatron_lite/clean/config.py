@@ -44,6 +44,9 @@ STEPS: Mapping[str, str] = {
 }
 
 
+DROPPED_FIELDS = ("dropped", "step")  # of a dropped document: the reason, and what dropped it
+
+
 @dataclass(frozen=True)
 class Keys:
     """Which fields of a record mean something."""
@@ -139,6 +142,12 @@ class _Reader:
             else:
                 known = [*kinds, "steps"]
                 self.complain(line, f"{key}: unknown field", nearest_name(key, known) or ", ".join(known))
+        for name in ("source_key", "language_key"):
+            if self.keys.get(name) == self.keys.get("text_key", Keys.text_key):
+                self.complain(1, f"{name}: {self.keys[name]}: that field holds the text", "another field, or none")
+        for name in ("text_key", "language_key"):
+            if self.keys.get(name) in DROPPED_FIELDS:
+                self.complain(1, f"{name}: {self.keys[name]}: what --keep-dropped writes has its own field of that name", "another name")
         if not listed and not self.problems:
             self.complain(1, "no steps", "list them under 'steps:'")
 
@@ -150,10 +159,10 @@ class _Reader:
             line = item.start_mark.line + 1
             if isinstance(item, yaml.ScalarNode):
                 self._read_step(item.value, line, None)
-            elif isinstance(item, yaml.MappingNode) and len(item.value) == 1:
-                self._read_step(str(item.value[0][0].value), line, item.value[0][1])
+            elif isinstance(item, yaml.MappingNode) and len(item.value) == 1 and isinstance(item.value[0][0], yaml.ScalarNode):
+                self._read_step(item.value[0][0].value, line, item.value[0][1])
             else:
-                options = isinstance(item, yaml.MappingNode) and not item.value[0][1].value
+                options = isinstance(item, yaml.MappingNode) and item.value and not item.value[0][1].value
                 hint = "options stand two spaces further in than their step's name" if options else ""
                 self.complain(line, "steps: expected a step's name, or 'name: {option: value}'", hint)
 

@@ -29,7 +29,7 @@ from megatron_lite.clean.pipeline_keys import Decider, KeyFiles, decide_bucket, 
 from megatron_lite.clean.pipeline_output import Output, dropped_spool, merge_dropped
 from megatron_lite.clean.pipeline_stage import Block, Done, Question, Stage, StepFailed, Worker, cut
 from megatron_lite.clean.pipeline_work import PlanDiffers, WorkDirectory, digest, file_state
-from megatron_lite.clean.report import as_json, report_data
+from megatron_lite.clean.report import as_json, is_report, report_data
 from megatron_lite.clean.report_html import as_html
 from megatron_lite.clean.saved import is_saved_by, saved_by, steps_before
 from megatron_lite.clean.shards import (
@@ -143,7 +143,7 @@ class Run:
 
         Raises:
             BadInput: a bad record, no document at all (a part may be without); nothing stands under the output's name.
-            FileExistsError: the output is there and is another run's.
+            FileExistsError: an output is there and is another run's; what stands under the name of a report is none.
             PartsMissing, PlanDiffers: as of the work directory.
             StepFailed: a step raised.
             OSError: shards have not as many documents as were counted; nothing stands under the output's name.
@@ -152,6 +152,11 @@ class Run:
         known_as = digest(plan)
         self._check_outputs(known_as)
         if self.documents.is_complete(known_as):
+            if self.options.json is not None and not self.options.json.exists():
+                raise FileExistsError(
+                    f"{self.documents.directory} is complete, and was made without {self.options.json}: "
+                    f"{self.html} has its numbers; to have them there too, remove {self.documents.directory} and run it again"
+                )
             self._clear(plan)
             return None
         try:
@@ -312,6 +317,9 @@ class Run:
             taken.append(save)
         for output in self.outputs():
             output.is_complete(known_as)
+        for path, _ in self._pages():
+            if path.exists() and not is_report(path):
+                raise FileExistsError(f"{path} is there, and not a report of cleaning, which would be written over it; give another name")
         for _, step in self._corpus_steps():
             if os.path.exists(step.options.save) and not is_saved_by(step.options.save, known_as):
                 raise FileExistsError(
@@ -333,6 +341,8 @@ class Run:
                     shutil.copyfile(bucket_path(str(directory), bucket), bucket_path(str(draft), bucket))
                 before = steps_before(self.pipeline.steps, position)
                 write_whole(draft / SAVED_BY, saved_by(known_as, before, str(draft), kind.buckets))
+            if not is_saved_by(step.options.save, known_as):
+                raise FileExistsError(f"save: {step.options.save}: another run has saved there in the meantime; give another")
 
     def report(self) -> dict[str, Any]:
         """The report's numbers, when all parts have gone through all stages."""

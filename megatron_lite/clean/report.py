@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import fsum
+from pathlib import Path
 from typing import Any
 
 from megatron_lite.clean.config import Pipeline, StepConfig
@@ -16,6 +17,8 @@ from megatron_lite.clean.counts import Flow, Sample, StageCounts, StepCounts
 from megatron_lite.clean.saved import pipeline_warnings
 from megatron_lite.clean.step import Facts, place_of
 from megatron_lite.config.values import plain
+
+_FORMAT = "megatron-lite cleaning report"
 
 
 def report_data(pipeline: Pipeline, inputs: Sequence[str], counts: StageCounts) -> dict[str, Any]:
@@ -41,7 +44,7 @@ def report_data(pipeline: Pipeline, inputs: Sequence[str], counts: StageCounts) 
     if pipeline.keys.source_key and set(counts.read) <= set(inputs):
         found.append(f"no record has a text or number in the field {pipeline.keys.source_key!r} (source_key): files are the sources")
     return {
-        "format": "megatron-lite cleaning report",
+        "format": _FORMAT,
         "version": 1,
         "pipeline": pipeline.as_data(),
         "inputs": list(inputs),
@@ -130,6 +133,15 @@ def _sample(sample: Sample, inputs: Sequence[str]) -> dict[str, Any]:
         "reason": sample.reason,
         "text": sample.text,
     }
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is a report, as numbers or as a page; nothing else is written over."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        begin = file.read(200)
+    return _FORMAT.encode() in begin or (begin.startswith(b"<!DOCTYPE html>") and b"<title>Cleaning report</title>" in begin)
 
 
 def as_json(report: dict[str, Any]) -> bytes:

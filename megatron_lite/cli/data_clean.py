@@ -69,13 +69,15 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         args.part = parse_part(args.part)
     except ValueError as error:
         p.error(str(error))
-    if args.wait < 0:
+    if not args.wait >= 0:
         p.error(f"--wait {args.wait}: give 0 or more seconds")
-    if not args.output.strip("/ "):
+    if not args.output.strip("/ ") or Path(args.output).name in ("", ".."):
         p.error("--output is given no name: give a directory such as data/clean")
     output = Path(args.output).absolute()
     work = args.work or output.with_name(f"{output.name}.work")
     named = {"--output": output, "--work": work, "--keep-dropped": args.keep_dropped, "--json": args.json}
+    if args.json is not None and args.json.resolve() == output.with_name(f"{output.name}.html").resolve():
+        p.error(f"--json {args.json}: is the page of the report; give another name")
     for flag, path in named.items():
         for holder, what in (("--output", "holds nothing but shards"), ("--work", "is removed when all is complete")):
             if path is not None and flag != holder and named[holder].resolve() in (path.resolve(), *path.resolve().parents):

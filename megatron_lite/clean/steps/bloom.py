@@ -14,6 +14,7 @@ deviations of the number of units that fall into it. A saved filter can be used 
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -126,6 +127,11 @@ class Bloom(Seen):
             found.append(f"expected: {options.expected} must be at least 1")
         if not 0 < options.error_rate <= 0.1:
             found.append(f"error_rate: {options.error_rate} must be above 0 and at most 0.1")
+        elif options.expected > 0:
+            size, memory = filter_bytes(options), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            if size > memory * Bloom.buckets:  # parts hold one bucket at a time
+                told = f"{size / 1e9:,.0f} GB, a bucket more than this machine's {memory / 1e9:,.0f} GB"
+                found.append(f"expected: {options.expected:,} takes {told}")
         found += missing_packages("rbloom")
         return found or against_problems(options.against, Bloom(options).settings())
 
@@ -141,6 +147,11 @@ def capacity(expected: int, buckets: int) -> int:
     """Units that the filter of one bucket is made for: its share, and four standard deviations of a binomial share."""
     share = expected / buckets
     return math.ceil(share + 4 * math.sqrt(share))
+
+
+def filter_bytes(options: BloomOptions) -> float:
+    """About how many bytes the filters of all buckets take: n ln(1 / p) / (8 ln(2)^2)."""
+    return -options.expected * math.log(options.error_rate) / (8 * math.log(2) ** 2)
 
 
 def functions(rate: float) -> int:

@@ -36,6 +36,8 @@ from megatron_lite.clean.steps.candidates import KEY, Bucket
 from megatron_lite.clean.steps.shingle_sets import SavedSets, SetReader, SetWriter, arrays_of_sets
 from megatron_lite.clean.steps.shingles import TOKEN, hasher, mix, powers
 
+_MOST = 10_000  # tokens of a shingle, permutations
+
 
 @dataclass(frozen=True)
 class MinHashOptions(CorpusOptions):
@@ -167,9 +169,9 @@ class MinHash(CorpusStep):
     @staticmethod
     def problems(options: Any) -> list[str]:
         found = [
-            f"{n}: {getattr(options, n)} must be at least 1"
+            f"{n}: {getattr(options, n)} must be between 1 and {_MOST:,}"
             for n in ("ngram", "permutations")
-            if getattr(options, n) < 1
+            if not 1 <= getattr(options, n) <= _MOST
         ]
         for name in ("threshold", "recall"):
             if not 0 < getattr(options, name) < 1:

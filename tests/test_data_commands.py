@@ -191,6 +191,20 @@ def test_what_cannot_be_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("pattern", ["p*", "p*_text.idx", "p*.bin", "p*_t[e]xt.meta.json", ""])
+def test_a_damaged_index_is_not_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a dataset that looks whole. The damage is not where opening looks, and there is no .meta.json."""
+    write(tmp_path / "a", [[[7]]] * 3000)
+    idx = bytearray((tmp_path / "a.idx").read_bytes())
+    for at in (34 + 4 * 1001, 34 + 4 * 3000 + 8 * 1001, len(idx) - 8 * 1001):  # a length, a pointer, a border
+        idx[at] ^= 0x55
+        (tmp_path / "a.idx").write_bytes(idx)
+        (tmp_path / "a.meta.json").unlink(missing_ok=True)
+        for command in (("merge", tmp_path / "a"), ("split", tmp_path / "a", "--parts", 2)):
+            code, _, said = run(capsys, *command, "--output-prefix", tmp_path / "out")
+            assert (code, "it is damaged" in said) == (2, True) and not list(tmp_path.glob("out*")), said
+        idx[at] ^= 0x55
+
+
 def test_patterns_are_joined_in_the_order_of_their_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], pattern: str
 ) -> None:

@@ -61,11 +61,12 @@ def divide(
 
     Raises:
         FileExistsError: an output is there; no part is written then.
-        ValueError: see :func:`part_ranges`.
+        ValueError: the index is damaged; see :func:`part_ranges`.
         OSError: an output cannot be written; none is left.
     """
     assert len(outs) == len(shares)
     with contextlib.closing(IndexedDataset(prefix)) as dataset:
+        _check_index(dataset)
         masked = open_mask(dataset) is not None
         ranges = part_ranges(dataset, shares, by)
         if any(Path(out).resolve() == Path(prefix).resolve() for out in outs):
@@ -95,7 +96,7 @@ def merge(
     all have one; so are the tokenizer's flags where they agree. Some of the datasets may be empty.
 
     Raises:
-        ValueError: nothing to join, no document in any of them, different dtypes, different ids or tokenizers.
+        ValueError: an index is damaged, nothing to join, no document in any of them, different dtypes, different ids or tokenizers.
         FileExistsError: the output is there and ``overwrite`` is off.
     """
     if not prefixes:
@@ -120,6 +121,12 @@ def merge(
             raise ValueError(f"datasets of different {name} cannot be joined: {listed}{hint}")
     common = {name: next(iter(values), None) for name, values in facts.items() if described or name == "dtype"}
     return _write([(str(prefix), None) for prefix in prefixes], str(out), common, overwrite, masks)
+
+
+def _check_index(dataset: IndexedDataset) -> None:
+    """Raises ValueError for an index whose damage only a pass over it shows; written anew it would look whole."""
+    if wrong := dataset.problems():
+        raise ValueError(f"{'; '.join(wrong)}: it is damaged")
 
 
 def _nearest(dataset: IndexedDataset, target: float) -> int:
@@ -154,6 +161,8 @@ def _copied(
     try:
         for prefix, part in pieces:
             with contextlib.closing(IndexedDataset(prefix)) as dataset:
+                if part is None:
+                    _check_index(dataset)
                 writer.add_dataset(dataset, part)
     except BaseException:
         writer.abort()

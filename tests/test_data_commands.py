@@ -190,7 +190,6 @@ def test_what_cannot_be_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert code == 2 and why in err and not list(tmp_path.glob("out*")), err
 
 
-@pytest.mark.parametrize("pattern", ["p*", "p*_text.idx", "p*.bin", "p*_t[e]xt.meta.json", ""])
 def test_a_damaged_index_is_not_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a dataset that looks whole. The damage is not where opening looks, and there is no .meta.json."""
     write(tmp_path / "a", [[[7]]] * 3000)
@@ -205,6 +204,7 @@ def test_a_damaged_index_is_not_written_anew(tmp_path: Path, capsys: pytest.Capt
         idx[at] ^= 0x55
 
 
+@pytest.mark.parametrize("pattern", ["p*", "p*_text.idx", "p*.bin", "p*_t[e]xt.meta.json", ""])
 def test_patterns_are_joined_in_the_order_of_their_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], pattern: str
 ) -> None:

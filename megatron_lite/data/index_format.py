@@ -189,7 +189,7 @@ def prefix_of(name: str | Path) -> str:
     return next((text.removesuffix(s) for s in (".bin", ".idx", ".meta.json") if text.endswith(s)), text)
 
 
-def pieces(array: np.ndarray, size: int = 1 << 20) -> Iterator[tuple[int, np.ndarray]]:
+def pieces(array: np.ndarray, size: int = 1 << 17) -> Iterator[tuple[int, np.ndarray]]:
     """An array of any length in parts, each with its start."""
     for start in range(0, len(array), size):
         yield start, array[start : start + size]

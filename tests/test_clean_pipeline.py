@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
@@ -24,6 +25,7 @@ from selectolax.lexbor import LexborHTMLParser
 
 from megatron_lite.clean import pipeline_input, pipeline_keys, pipeline_output
 from megatron_lite.clean.config import Keys, Pipeline, StepConfig, step_class
+from megatron_lite.clean.counts import OTHERS
 from megatron_lite.clean.pipeline import Run, RunOptions
 from megatron_lite.clean.pipeline_keys import by_bucket, gather_drops
 from megatron_lite.clean.pipeline_stage import DROPS, StepFailed, between
@@ -544,3 +546,20 @@ def test_parts_that_run_at_once_finish_together(tmp_path: Path, corpus: list[Pat
         children.append(child)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 4
     assert files_of(tmp_path) == files_of(whole)
+
+
+def test_very_many_sources_are_counted_together(tmp_path: Path, corpus: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same ones whatever the parts; nothing is lost of the sums."""
+    monkeypatch.setattr("megatron_lite.clean.counts.SOURCES", 5)
+    steps = replace(pipeline(), keys=Keys(source_key="id"))
+    for name in ("alone", "parts"):
+        (tmp_path / name).mkdir()
+    report = one_run(tmp_path / "alone", corpus, steps=steps)
+    for found in (report, *report["steps"]):
+        assert 1 < len(found["sources"]) <= 6 and OTHERS in found["sources"]
+        for name in ("documents_in", "documents_out", "characters_in", "characters_out"):
+            assert sum(flow[name] for flow in found["sources"].values()) == found["total"][name]
+    for part in [0, 1, 2] * 3:
+        with suppress(PartsMissing):
+            one_run(tmp_path / "parts", corpus, part, 3, steps=steps)
+    assert (tmp_path / "parts" / "out.html").read_bytes() == (tmp_path / "alone" / "out.html").read_bytes()

@@ -1,7 +1,7 @@
 """What is counted while documents pass, and how counts of blocks, stages and parts become one.
 
 All of it adds up in any grouping: sums, and for samples the documents with the lowest hashes, so that the same documents
-are shown whatever the workers and parts were.
+are shown whatever the workers and parts were. Of very many sources those with the lowest hashes are told apart, for the same reason.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from megatron_lite.clean.step import Document
 
 SAMPLES = 8  # dropped documents that the report shows for each step
 _SHOWN = 400  # characters of them
+SOURCES = 10_000  # that are told apart, or the counts of one source for each document would fill the memory
+OTHERS = "all other sources"
 
 
 @dataclass
@@ -189,6 +191,21 @@ class StageCounts:
         self.last = self.last if other.last is None else other.last
         self.lengths.update(other.lengths)
         self.decided.update(other.decided)
+        if max(len(self.read), *(len(counts.flows) for counts in self.steps.values()), 0) > 2 * SOURCES:
+            self.fold_sources()
+
+    def fold_sources(self) -> None:
+        """Count all but :data:`SOURCES` sources together."""
+        names = set(self.read).union(*(counts.flows for counts in self.steps.values())) - {OTHERS}
+        kept = {OTHERS, *heapq.nsmallest(SOURCES, names, key=lambda name: (blake2b(name.encode(), digest_size=8).digest(), name))}
+        for name in names - kept:
+            if name in self.read:
+                self.read[OTHERS] += self.read.pop(name)
+            for counts in self.steps.values():
+                if name in counts.flows:
+                    counts.flows.setdefault(OTHERS, Flow()).add(counts.flows.pop(name))
+                if name in counts.by_source:
+                    counts.by_source.setdefault(OTHERS, Counter()).update(counts.by_source.pop(name))
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> StageCounts:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.clean.config import Pipeline, StepConfig
-from megatron_lite.clean.counts import Flow, Sample, StageCounts, StepCounts
+from megatron_lite.clean.counts import OTHERS, SOURCES, Flow, Sample, StageCounts, StepCounts
 from megatron_lite.clean.saved import pipeline_warnings
 from megatron_lite.clean.step import Facts, place_of
 from megatron_lite.config.values import plain
@@ -23,6 +23,8 @@ _FORMAT = "megatron-lite cleaning report"
 
 def report_data(pipeline: Pipeline, inputs: Sequence[str], counts: StageCounts) -> dict[str, Any]:
     """The report of the whole corpus; ``counts`` are those of all stages and parts."""
+    no_source = pipeline.keys.source_key and set(counts.read) <= set(inputs)
+    counts.fold_sources()
     steps = [
         _step(label, config, counts.step(position), counts.decided.get(position, {}), inputs)
         for position, (label, config) in enumerate(zip(pipeline.labels(), pipeline.steps, strict=True))
@@ -41,7 +43,9 @@ def report_data(pipeline: Pipeline, inputs: Sequence[str], counts: StageCounts) 
     }
     total = {name: sum(flow[name] for flow in sources.values()) for name in _FLOW}
     found = pipeline_warnings(pipeline) + ([] if total["documents_out"] else ["no document is left"])
-    if pipeline.keys.source_key and set(counts.read) <= set(inputs):
+    if OTHERS in counts.read:
+        found.append(f"there are more than {SOURCES:,} sources: {SOURCES:,} of them are told apart, and the rest is {OTHERS!r}")
+    if no_source:
         found.append(f"no record has a text or number in the field {pipeline.keys.source_key!r} (source_key): files are the sources")
     return {
         "format": _FORMAT,

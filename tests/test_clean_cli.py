@@ -16,6 +16,7 @@ from clean_pipelines import files_of, lines_of
 from megatron_lite.clean.config import STEPS, load_pipeline, step_class
 from megatron_lite.clean.document_steps import PATH, document
 from megatron_lite.clean.pipeline import Run
+from megatron_lite.clean.pipeline_work import PartsMissing
 from megatron_lite.clean.step import SAVED_BY, CorpusStep, LocalStep, Step
 from megatron_lite.cli import data_clean
 from megatron_lite.cli.data_clean import run, size
@@ -208,6 +209,7 @@ def test_keys_of_records_are_used(good: list[str], tmp_path: Path, capsys: pytes
 def test_parts_wait_and_are_started_again(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*good, "--part", "0/2", "--wait", "0.2"]) == WAITING
     assert "part 1 has not come as far (stage 1)" in capsys.readouterr().out
+    assert str(PartsMissing(range(1000), 0)).endswith("18, 19 (and 980 more) has not come as far (stage 1)")
     assert run([*good, "--part", "1/2"]) == DONE
     assert run([*good, "--part", "0/2"]) == DONE
     alone = [flag if flag != str(tmp_path / "out") else str(tmp_path / "alone") for flag in good]
@@ -282,6 +284,8 @@ def test_bad_input_is_told_with_file_and_line(good: list[str], tmp_path: Path, c
         (["--output", "."], "is given no name"),
         (["--output", ".."], "is given no name"),
         (["--wait", "nan"], "give 0 or more seconds"),
+        (["--output", "o\udcff"], "--output '/"),
+        (["--json", "j\udcff"], "--json 'j\\udcff': the name is not UTF-8"),
     ],
 )
 def test_flags_are_checked(good: list[str], flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

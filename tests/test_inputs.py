@@ -311,6 +311,13 @@ def test_one_plain_document_has_a_limit(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(read(tmp_path / "a.txt", InputOptions(separator=" "))) == 100_001 - 1
 
 
+def test_one_line_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_lite.text.inputs_bytes._LONGEST_LINE", 100_000)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "' + b"b" * 300_000 + b'"}\n'))
+    with pytest.raises(BadInput, match=r"a\.jsonl\.gz: .* in line 2 or later \(a line of more than 100,000 bytes\)"):
+        list(open_input(tmp_path / "a.jsonl.gz", InputOptions(block_bytes=10)))
+
+
 def test_separators_wherever_pieces_end(tmp_path: Path) -> None:
     rng = random.Random(3)
     for _ in range(200):

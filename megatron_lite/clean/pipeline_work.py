@@ -41,7 +41,8 @@ class PartsMissing(RuntimeError):
     """Other parts have not come as far; ``parts`` says which."""
 
     def __init__(self, parts: Sequence[int], stage: int) -> None:
-        super().__init__(f"part {', '.join(map(str, parts))} has not come as far (stage {stage + 1})")
+        more = f" (and {len(parts) - 20:,} more)" if len(parts) > 20 else ""
+        super().__init__(f"part {', '.join(map(str, parts[:20]))}{more} has not come as far (stage {stage + 1})")
         self.parts = list(parts)
 
 

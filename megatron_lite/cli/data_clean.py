@@ -79,6 +79,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     if args.json is not None and args.json.resolve() == output.with_name(f"{output.name}.html").resolve():
         p.error(f"--json {args.json}: is the page of the report; give another name")
     for flag, path in named.items():
+        if re.search("[\udc80-\udcff]", str(path)):
+            p.error(f"{flag} {str(path)!r}: the name is not UTF-8; give another")
         for holder, what in (("--output", "holds nothing but shards"), ("--work", "is removed when all is complete")):
             if path is not None and flag != holder and named[holder].resolve() in (path.resolve(), *path.resolve().parents):
                 p.error(f"{flag} {path}: is inside {holder} {named[holder]}, which {what}")

@@ -35,6 +35,7 @@ _ZSTD_UNPACKED = 1 << 20  # ... so that they unpack to about as much as this, wh
 _ZSTD_WINDOW = 1 << 31  # the largest that `zstd --long=31` makes
 _ARRAY = re.compile(rb"\s*\[\s*(\{|\n|$)")  # how a file that is a JSON array of objects begins
 _UNFIT = ("utf-7", "hz", "iso2022", "raw-unicode-escape", "idna", "punycode")  # a newline is not always a newline there
+_LONGEST_LINE = 1 << 30  # bytes; what is packed can be a line without end
 _HEAD = 12  # bytes that tell a packing
 _MAGIC = {  # how files begin
     ".gz": re.compile(rb"\x1f\x8b"),
@@ -173,7 +174,7 @@ def _line_to_utf8(line: bytes, encoding: str) -> bytes:
 
 
 def whole_lines(pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
-    """Blocks of whole lines, each of about ``size`` bytes or one longer line; the last may lack its newline."""
+    """Blocks of whole lines, each of about ``size`` bytes or one longer line; the last may lack its newline. EOFError: one too long."""
     held: list[bytes | memoryview] = []
     length = 0
     for piece in pieces:
@@ -185,6 +186,8 @@ def whole_lines(pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
             yield b"".join(held)
             held = [piece[cut:]]
             length = len(held[0])
+        elif length > _LONGEST_LINE:
+            raise EOFError(f"a line of more than {_LONGEST_LINE:,} bytes")
     if length:
         yield b"".join(held)
 

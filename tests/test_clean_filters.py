@@ -179,6 +179,8 @@ def test_benchmarks_that_cannot_be_read(tmp_path: Path) -> None:
         path = tmp_path / "b.jsonl"
         path.write_bytes(content)
         assert expected in Decontaminate.problems(DecontaminateOptions(benchmarks=(str(path),)))[0]
+    (tmp_path / "b.json").write_text('[{"question": "one two three four five six seven eight nine"}]\n')  # no plain text
+    assert "b.json:1: none of the fields" in Decontaminate.problems(DecontaminateOptions(benchmarks=(str(tmp_path / "b.json"),)))[0]
     assert Decontaminate.problems(DecontaminateOptions(benchmarks=(), words=3, margin=-1)) != []
 
 

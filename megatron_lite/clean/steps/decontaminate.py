@@ -37,7 +37,7 @@ class DecontaminateOptions:
     """Options of the step ``decontaminate``."""
 
     benchmarks: tuple[str, ...]
-    """Files of benchmarks: ``.jsonl`` (``keys``), else plain text in UTF-8, each line a text."""
+    """Files of benchmarks: JSON lines (``.jsonl``, ``.json``, ``.ndjson``; ``keys``), else plain text in UTF-8, each line a text."""
     keys: tuple[str, ...] = ("question", "answer", "text")
     """Fields of the JSON lines that hold text, or lists of texts; a line must have one of them."""
     action: Literal["drop", "cut"] = "drop"
@@ -162,7 +162,7 @@ def read_benchmark(path: str, keys: Sequence[str]) -> Iterator[str]:
                 raise ValueError(f"{path}:{number}: not UTF-8: {line[:80]!r}") from None
             if not text:
                 continue
-            if not path.endswith(".jsonl"):
+            if not path.endswith((".jsonl", ".json", ".ndjson")):
                 yield text
                 continue
             try:

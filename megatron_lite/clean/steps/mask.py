@@ -60,8 +60,8 @@ _PHONE = re.compile(
     "|".join(
         (
             # China, mobile: 11 digits from 13 to 19, by 3 4 4; no sum of money
-            _BEFORE
-            + r"(?:(?:\+|00)86[- ]?|[(（]\+?86[)）] ?)?1[3-9]\d(?P<sep>[- ]?)\d{4}(?P=sep)\d{4}(?! ?[元万亿円])"  # noqa: RUF001
+            rf"(?:{_BEFORE}|(?<=1[3-9]\d{{9}}/)(?<![\dA-Za-z_.+=-]1[3-9]\d{{9}}/))"  # 13812345678/13987654321
+            + r"(?:(?:\+|00)?86[- ]?|[(（]\+?86[)）] ?)?1[3-9]\d(?P<sep>[-－ ]?)\d{4}(?P=sep)\d{4}(?! ?[元万亿円])"  # noqa: RUF001
             + _AFTER,
             # China, landline: area code from 010 to 0999, 7 or 8 digits, an extension
             _BEFORE

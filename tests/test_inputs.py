@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
@@ -12,6 +13,7 @@ import random
 import re
 import subprocess
 import sys
+import tarfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -309,6 +311,23 @@ def test_one_plain_document_has_a_limit(tmp_path: Path, monkeypatch: pytest.Monk
     ):
         list(open_input(tmp_path / "a.txt", InputOptions(block_bytes=1 << 16)))
     assert len(read(tmp_path / "a.txt", InputOptions(separator=" "))) == 100_001 - 1
+
+
+def test_every_file_of_an_archive_counts(tmp_path: Path) -> None:
+    """``tarfile`` ends without a word at a header that it cannot read, or at the end of the first of two archives."""
+    packed = zstandard.compress(b'{"text": "a"}\n')
+    with tarfile.open(tmp_path / "whole.tar", "w") as archive:
+        for name in ("a.jsonl.zst", "b.jsonl.zst"):
+            member = tarfile.TarInfo(name)
+            member.size = len(packed)
+            archive.addfile(member, io.BytesIO(packed))
+    whole, path = (tmp_path / "whole.tar").read_bytes(), tmp_path / "a.jsonl.zst.tar"
+    path.write_bytes(whole)
+    assert len(list(open_input(path, PLAIN))) == 2
+    for damaged in (whole[:1024], whole[:1100], whole[:1174] + b"?" + whole[1175:], whole[:1024] + bytes(512) + whole[1536:], whole * 2):
+        path.write_bytes(damaged)
+        with pytest.raises(BadInput, match=r"a\.jsonl\.zst\.tar: damaged, cut off or unreadable"):
+            list(open_input(path, PLAIN))
 
 
 def test_one_line_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

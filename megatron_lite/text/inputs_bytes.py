@@ -290,7 +290,7 @@ def _streams(
             pieces = (text.encode("utf-8", "surrogatepass") for text in decoded(pieces, encoding))
         yield shown, pieces
         return
-    with tarfile.open(fileobj=file, mode="r|") as archive:  # type: ignore[call-overload]
+    with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:  # type: ignore[call-overload]
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # which otherwise remembers them all
             if member.isdir():
@@ -299,6 +299,23 @@ def _streams(
             if inside is None:
                 raise BadInput(f"{shown}: holds {member.name}; only .jsonl.zst files are read in a {TAR}")
             yield f"{shown}({member.name})", unpacked(inside, ".zst", size)
+        while rest := archive.fileobj.read(1 << 16):  # type: ignore[union-attr]
+            if rest.strip(b"\0"):
+                raise EOFError("there is something behind the end of the archive")
+
+
+class _Member(tarfile.TarInfo):
+    """Takes an archive to end where its end is written: ``tarfile`` ends without a word at any header that it cannot read."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Any:
+        """As of the base. Raises EOFError: no header."""
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.HeaderError as error:
+            if type(error).__name__ == "EOFHeaderError":  # the end
+                raise
+            raise EOFError(f"{error} of a file in the archive") from None
 
 
 def _cut(data: bytes, start: int, stop: int | None) -> tuple[int, bytes]:

@@ -403,6 +403,11 @@ def test_a_finished_run_is_not_begun_again(tmp_path: Path, capsys: pytest.Captur
     assert cli.main([*tool, "--append-eod", "--vocab-size", "999"]) == 2
     assert "tokenizer: " in (said := capsys.readouterr().err) and "vocab_size: 1000 there, 999 now" in said
     assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
+    other = tmp_path / "other"
+    other.write_text('{"text": "3 4"}\n')
+    os.utime(other, (1e9, 1e9))
+    other.replace(path)
+    assert cli.main([*tool, "--append-eod"]) == 2 and "a.jsonl has changed since" in capsys.readouterr().err
     os.utime(path, (2e9, 2e9))
     assert cli.main([*tool, "--append-eod"]) == 2 and "a.jsonl has changed since" in capsys.readouterr().err
     os.utime(path, (1, 1))

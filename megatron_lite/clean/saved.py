@@ -43,7 +43,7 @@ def is_saved_by(directory: str, known_as: str) -> bool:
 
 def pipeline_warnings(pipeline: Pipeline) -> list[str]:
     """What runs, and is hardly meant: the order of the steps, and other steps before a step than before what it compares with."""
-    return [*_order(pipeline), *_others_before(pipeline)]
+    return [*_order(pipeline), *_too_early(pipeline), *_others_before(pipeline)]
 
 
 def _order(pipeline: Pipeline) -> list[str]:
@@ -56,6 +56,24 @@ def _order(pipeline: Pipeline) -> list[str]:
         elif step.name == "minhash" and lines:
             why = "near copies lose what they share, look different then, and their remains stay; put minhash first"
             found.append(f"{lines} {label} compares them: {why}")
+    return found
+
+
+_JUDGES = ("quality", "language", "perplexity")  # by how a text is written
+
+
+def _too_early(pipeline: Pipeline) -> list[str]:
+    """A text is made plain, and its language told, before it is judged."""
+    labels, names = pipeline.labels(), [step.name for step in pipeline.steps]
+    found = []
+    for position, (label, step) in enumerate(zip(labels, pipeline.steps, strict=True)):
+        if step.name in _JUDGES and "normalise" in names and position < (first := names.index("normalise")):
+            why = f"judges texts before step {labels[first]} makes them plain: pages of HTML are judged by their tags"
+            found.append(f"step {label} {why}; put normalise first")
+        if step.kind.needs_language(step.options) and "language" not in names[:position] and not pipeline.keys.language_key:
+            later = f"step {labels[names.index('language')]}" if "language" in names else "a step language"
+            why = "judges by the language of a document, which nothing tells by then: rules that need it are off"
+            found.append(f"step {label} {why}; put {later} before it, or give the records' field of the language as language_key")
     return found
 
 

@@ -27,6 +27,8 @@ import numpy as np
 
 LINE_BITS = 40  # of a document's number; the rest is the input file's
 SAVED_BY = "saved-by"  # file in a directory that a corpus step saved (:mod:`.saved`)
+NO_LANGUAGE = "documents without a language"  # counts of a step whose rules need one; told as a warning where they are most
+NO_BOUNDS = "documents in a language without bounds"
 
 
 def place_of(number: int) -> tuple[int, int]:
@@ -114,6 +116,11 @@ class Step(ABC):
     def files(options: Any) -> Sequence[str]:
         """Files that the options name: they must be there, and a restart notices when one has changed."""
         return ()
+
+    @staticmethod
+    def needs_language(options: Any) -> bool:
+        """Whether it looks up what to do in the language of a document."""
+        return False
 
 
 class LocalStep(Step):

@@ -117,7 +117,7 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
     if args.json is not None:
         args.json.absolute().parent.mkdir(parents=True, exist_ok=True)
     pipeline = load_pipeline(args.config)
-    for warning in pipeline_warnings(pipeline):  # also in the report, which a long run is read by
+    for warning in (foreseen := pipeline_warnings(pipeline)):  # also in the report, which a long run is read by
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     tell_slow_steps([step.name for step in pipeline.steps])
     inputs = expand_inputs(args.input)
@@ -142,7 +142,7 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
         return WAITING, f"{done}: {error}; run the same command again, or with --wait"
     if report is None:
         return DONE, f"{args.output} is complete already"
-    return DONE, _told(args, report, time.monotonic() - started)
+    return DONE, _told(args, report, foreseen, time.monotonic() - started)
 
 
 def tell_slow_steps(names: Sequence[str]) -> None:
@@ -154,11 +154,13 @@ def tell_slow_steps(names: Sequence[str]) -> None:
         print(f"notice: {' and '.join(slow)} will be many times slower without the compiled helpers: {reason}", file=sys.stderr)
 
 
-def _told(args: argparse.Namespace, report: dict[str, Any], seconds: float) -> str:
+def _told(args: argparse.Namespace, report: dict[str, Any], said: Sequence[str], seconds: float) -> str:
+    """The summary; warnings that were ``said`` at the start are not said again."""
     from megatron_lite.clean.report import summary
 
     for warning in report["warnings"]:
-        print(f"warning: {warning}", file=sys.stderr)
+        if warning not in said:
+            print(f"warning: {warning}", file=sys.stderr)
     lines = [summary(report), f"written in {seconds:.1f} s: {args.output}, {args.output.rstrip('/')}.html"]
     if args.part[1] > 1:
         work = args.work or args.output.rstrip("/") + ".work"

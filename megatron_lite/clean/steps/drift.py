@@ -258,12 +258,12 @@ class Drift(LocalStep):
         facts.numbers = {"documents compared, reference": len(reference), "documents compared, new": len(new)}
         facts.numbers.update({f"bad records of the reference: {reason}": n for reason, n in bad.items()})
         if not new or not reference:
-            facts.warnings.append("drift: one of the corpora is empty, nothing was compared")
+            facts.warnings.append("one of the corpora is empty, nothing was compared")
             return facts
         for moved in compare(reference, new):
             facts.numbers[f"D of {moved.feature}"] = round(moved.d, 4)
             kind, told = finding(moved, options.threshold, chance(len(reference), len(new)))
-            facts.warnings += [told] if kind != SAME else []
+            facts.warnings += [told.removeprefix("drift: ")] if kind != SAME else []  # a warning has its step's name
         return facts
 
     @staticmethod

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.clean.step import Document, Facts, LocalStep
+from megatron_lite.clean.step import NO_BOUNDS, NO_LANGUAGE, Document, Facts, LocalStep
 
 CHECKPOINT = "checkpoint:"
 ANY = "any"
@@ -71,7 +71,7 @@ class Perplexity(LocalStep):
             scorer = self.scorers.get(code, self.scorers.get(ANY))
             band = self.bands.get(code, (0.0, math.inf) if not self.bands else None)
             if band is None or scorer is None:
-                self.count("documents in a language without a band")
+                self.count(NO_BOUNDS if document.language else NO_LANGUAGE)
                 continue
             text = document.text[: self.options.first_characters]
             score = scorer(text) / len(text.encode("utf-8"))
@@ -136,6 +136,11 @@ class Perplexity(LocalStep):
             return []
         names = [options.scorer, *([options.sentencepiece] if options.sentencepiece else [])]
         return sorted({name.replace("{language}", code) for name in names for code in options.bands or [ANY]})
+
+    @staticmethod
+    def needs_language(options: PerplexityOptions) -> bool:
+        """Where a language has a band of its own."""
+        return bool(set(options.bands) - {ANY})
 
 
 def _quantile(counts: Counter[int], percent: int) -> float:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_lite.clean.step import Document, LocalStep
+from megatron_lite.clean.step import NO_BOUNDS, NO_LANGUAGE, Document, LocalStep
 from megatron_lite.clean.steps.languages import LANGUAGES, Bounds, Language
 from megatron_lite.clean.steps.quality_lines import cut_lines, javascript_lines
 from megatron_lite.clean.steps.quality_measures import Measures, class_table, measurer
@@ -101,7 +101,7 @@ class Quality(LocalStep):
         for document in documents:
             language = self.languages.get(document.language or script_language(document.text))
             if language is None:
-                self.count("documents in a language without bounds")
+                self.count(NO_BOUNDS if document.language else NO_LANGUAGE)
             elif not document.language:
                 self.count(f"documents of unknown language judged by their script, {language.code}")
             if self.options.cut_lines and language is not None:
@@ -189,6 +189,11 @@ class Quality(LocalStep):
     def files(options: QualityOptions) -> Sequence[str]:
         """The list of words."""
         return [options.word_list] if options.word_list else []
+
+    @staticmethod
+    def needs_language(options: QualityOptions) -> bool:
+        """Its bounds are a language's."""
+        return True
 
 
 def script_language(text: str) -> str:

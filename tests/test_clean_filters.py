@@ -405,6 +405,8 @@ def test_drift_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert list(json.loads(capsys.readouterr().out)["features"]) == ["length", "compression ratio", "token entropy"]
     assert main("data drift t.drift.json ids.jsonl --sample 10".split()) == 2
     assert f"is a profile of the entropy of tokens: give {other_tokens}, or" in capsys.readouterr().err
+    assert main("data drift ids.jsonl ids.jsonl --vocab-size 9".split()) == 2  # and not the entropy of bytes without a word
+    assert "no tokenizer is named" in capsys.readouterr().err
     assert main("data drift old.jsonl".split()) == 2
     Path("none.jsonl").write_text("")
     assert main("data drift none.jsonl --save-profile none.drift.json".split()) == 2 and not Path("none.drift.json").exists()

@@ -307,7 +307,7 @@ def test_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, why in [
         (["--from", 8], "there are 8 documents, from 0"),
         (["--vocab-size", 9, "--merge-file", "x"], "no kind of tokenizer is named by these flags together"),
-        (["--tokenizer-model", tmp_path / "none"], "none: No such file or directory; give --tokenizer-type"),
+        (["--tokenizer-model", tmp_path / "none"], "none: No such file or directory; only local files are read, nothing is downloaded; give --tokenizer-type"),
     ]:
         code, _, err = run(capsys, "head", prefix, *wrong)
         assert code == 2 and why in err

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.text.tokenizer import READ_BY, NullTokenizer, SentencePieceTokenizer, build_tokenizer
+from megatron_lite.text.tokenizer import READ_BY, NullTokenizer, SentencePieceTokenizer, build_tokenizer, kind_of
 from megatron_lite.text.tokenizer_bpe import LONGEST_SPACE
 
 SCRIPTS = (
@@ -394,3 +394,27 @@ def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:
     prints = {build_tokenizer("HuggingFaceTokenizer", model=path, eod_token=t).fingerprint for t in ends}
     assert len(prints) == 2 and all(len(p) == 64 for p in prints)
     assert NullTokenizer(5).fingerprint != NullTokenizer(6).fingerprint
+
+
+def test_a_kind_that_is_not_named_is_that_of_the_files(tmp_path: Path) -> None:
+    folder = hugging_face(tmp_path / "hf", end="</s>")
+    assert build_tokenizer(None, model=str(folder)).flags == f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
+    for name, data in {"a.model": b"", "b.tiktoken": b"", "c.json": b' [{"rank": 0}]', "d.bpe": b""}.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "vocab.json").touch()
+
+    def kind(**options: Any) -> str:
+        return kind_of({name: str(tmp_path / file) for name, file in options.items()})
+
+    assert kind(model="hf/tokenizer.json") == "HuggingFaceTokenizer" and kind(model="a.model") == "SentencePieceTokenizer"
+    assert {kind(model=name) for name in ("b.tiktoken", "c.json")} == {"TikTokenizer"}
+    assert kind(vocab_file="v", merge_file="m") == kind(vocab_file="v") == "GPT2BPETokenizer"
+    with pytest.raises(ValueError, match="no tokenizer is named: give --tokenizer-model DIRECTORY .*--vocab-file .*NullTokenizer"):
+        kind()
+    with pytest.raises(ValueError, match="no_such: No such file or directory; only local files are read, nothing is downloaded"):
+        kind(model="no_such")
+    with pytest.raises(ValueError, match=r"other: a directory without tokenizer.json \(in it: vocab.json\)"):
+        kind(model="other")
+    with pytest.raises(ValueError, match="d.bpe: its name does not say which kind it is; name it with --tokenizer-type"):
+        kind(model="d.bpe")

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     text = f"key of the answer (default: {', '.join(COMPLETION_KEYS)})"
     data.add_argument("--completion-key", metavar="KEY", help=text)
     tok = p.add_argument_group("tokenizer and template")
-    add_tokenizer_flags(tok, "HuggingFaceTokenizer")
+    add_tokenizer_flags(tok)
     text = "Jinja template (default: the tokenizer's chat_template.jinja, or chat_template in tokenizer_config.json)"
     tok.add_argument("--chat-template", metavar="FILE", type=Path, help=text)
     text = "YYYY-MM-DD, for templates that write the date (default: today)"

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--sample", type=int, default=5000, metavar="N", help="documents of each corpus (default: 5000)")
     p.add_argument("--text-key", default="text", help="field that holds the text (default: text)")
     add_reading_flags(p.add_argument_group("reading of corpora"))
-    add_tokenizer_flags(p.add_argument_group("tokenizer, whose tokens' entropy is compared (default: that of bytes)"), None)
+    add_tokenizer_flags(p.add_argument_group("tokenizer, whose tokens' entropy is compared (default: that of bytes)"))
     text = "leave bad records out and count them by reason (default: stop at the first)"
     p.add_argument("--skip-bad", action="store_true", help=text)
     p.add_argument("--save-profile", metavar="FILE", help="write the reference's numbers here; the name ends with .drift.json")
@@ -73,9 +73,10 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
     if problems:
         raise ValueError("\n".join(problems))
     tokens, named = None, BYTES
-    if args.tokenizer_type is not None:
-        from megatron_lite.text.tokenizer import build_tokenizer
+    if args.tokenizer_type is not None or any(value is not None for value in tokenizer_options(args).values()):
+        from megatron_lite.text.tokenizer import build_tokenizer, kind_of
 
+        args.tokenizer_type = args.tokenizer_type or kind_of(tokenizer_options(args))
         tokens = build_tokenizer(args.tokenizer_type, **tokenizer_options(args)).encode
         named = _tokenizer_flags(args)
     reading = InputOptions((args.text_key,), args.encoding, args.document_separator)

@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokens", type=int, default=200, metavar="N", help=text)
     text = "a JSON object on each line: document, tokens, ids, text, and loss (0 or 1 for each id) where there is a mask"
     p.add_argument("--json", action="store_true", help=text)
-    add_tokenizer_flags(p.add_argument_group("tokenizer (default: the one that made the dataset)"), None)
+    add_tokenizer_flags(p.add_argument_group("tokenizer (default: the one that made the dataset)"))
     return p
 
 
@@ -90,7 +90,7 @@ def _tokenizer(args: argparse.Namespace, meta: DatasetMeta | None) -> Tokenizer 
             except ValueError as error:
                 errors.append(str(error))
         if not found:
-            raise ValueError(errors[-1] if len(kinds) == 1 else f"{'; '.join(errors[1:] or errors)}; give --tokenizer-type")
+            raise ValueError(errors[-1] if len(kinds) == 1 else f"{'; '.join(dict.fromkeys(errors[1:] or errors))}; give --tokenizer-type")
         tokenizer = next((t for t in found if t.fingerprint == made_by), found[0])
         if made_by not in (None, tokenizer.fingerprint):
             print(f"note: {args.prefix} was made with another tokenizer than this one", file=sys.stderr)

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     text = "leave bad records out and count them by reason (default: stop at the first)"
     data.add_argument("--skip-bad", action="store_true", help=text)
     tok = p.add_argument_group("tokenizer")
-    add_tokenizer_flags(tok, "GPT2BPETokenizer")
+    add_tokenizer_flags(tok)
     tok.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     text = "store each sentence as a sequence of its document; white space between sentences is dropped"
     tok.add_argument("--split-sentences", action="store_true", help=text)

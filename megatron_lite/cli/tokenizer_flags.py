@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron_lite.text.tokenizer import READ_BY, flag_of
+from megatron_lite.text.tokenizer import READ_BY, flag_of, kind_of
 
 
-def add_tokenizer_flags(group: argparse._ArgumentGroup, default: str | None) -> None:
+def add_tokenizer_flags(group: argparse._ArgumentGroup) -> None:
     """``--tokenizer-type`` and what names its files."""
-    text = "kind of tokenizer" + (f" (default: {default})" if default else "")
-    group.add_argument("--tokenizer-type", choices=tuple(READ_BY), default=default, help=text)
+    text = "kind of tokenizer (default: the one that the files are, by their names)"
+    group.add_argument("--tokenizer-type", choices=tuple(READ_BY), help=text)
     text = "tokenizer.json or its directory, SentencePiece .model, tiktoken file"
     group.add_argument("--tokenizer-model", metavar="FILE", help=text)
     group.add_argument("--vocab-file", metavar="FILE", help="GPT-2: vocab.json")
@@ -36,9 +36,8 @@ def tokenizer_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def unread_options(args: argparse.Namespace) -> list[str]:
-    """A line for each of them that was given and that the kind of tokenizer does not read."""
-    lines = []
-    for name, value in tokenizer_options(args).items():
-        if value is not None and name not in READ_BY[args.tokenizer_type]:
-            lines.append(f"{flag_of(name)} has no effect with --tokenizer-type {args.tokenizer_type}")
-    return lines
+    """A line for each of them that was given and that the kind of tokenizer does not read. Raises ValueError: no kind can be told."""
+    options = tokenizer_options(args)
+    kind = args.tokenizer_type or kind_of(options)
+    unread = [name for name, value in options.items() if value is not None and name not in READ_BY[kind]]
+    return [f"{flag_of(name)} has no effect with --tokenizer-type {kind}" for name in unread]

@@ -82,18 +82,17 @@ def _number(text: str) -> float | None:
 def tokenizer_problems(config: RunConfig[Any]) -> list[Problem]:
     """A tokenizer's files; without any the vocabulary size must be given."""
     data, found = config.data, []
-    needed = TOKENIZER_FILES[data.tokenizer_type]
-    missing = [name for name in needed if not getattr(data, name)]
     given = [name for name in ("vocab_file", "merge_file", "tokenizer_model") if getattr(data, name)]
     vocab_size = getattr(config.model, "vocab_size", None)
-    if missing and (given or not vocab_size):
+    others = "or, for data that are ids already, --tokenizer-type NullTokenizer --vocab-size N"
+    kind = data.tokenizer_type or ("HuggingFaceTokenizer" if data.tokenizer_model else "GPT2BPETokenizer")  # as to files
+    missing = [name for name in TOKENIZER_FILES[kind] if not getattr(data, name)]
+    if data.tokenizer_type is None and not given and not vocab_size:
+        nearest = f"--tokenizer-model FILE or DIRECTORY, --vocab-file FILE --merge-file FILE, {others}"
+        found.append(Problem("no tokenizer is named", nearest=nearest))
+    elif missing and (given or not vocab_size):
         flags = " and ".join("--" + name.replace("_", "-") for name in missing)
-        what = f"--tokenizer-type {data.tokenizer_type} needs {flags}"
-        others = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model FILE, "
-        others = ("" if data.tokenizer_type == "HuggingFaceTokenizer" else others) + (
-            "or, for data that are ids already, --tokenizer-type NullTokenizer --vocab-size N"
-        )
-        found.append(Problem(what, nearest=f"{flags} FILE, {others}"))
+        found.append(Problem(f"--tokenizer-type {kind} needs {flags}", nearest=f"{flags} FILE, {others}"))
     if data.tokenizer_type == "NullTokenizer" and vocab_size is not None and vocab_size < 2:
         rule = "the last id is the end of a document"
         found.append(Problem("--tokenizer-type NullTokenizer needs --vocab-size of at least 2", rule=rule))

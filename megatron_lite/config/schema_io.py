@@ -65,8 +65,8 @@ class DataConfig:
     """Batches kept built ahead of the step, on each rank: as many steps as fit, at least 2 and at most 8."""
     pin_memory: bool = True
     """Build batches in page-locked memory, from which a GPU copies while it computes; no effect on CPUs."""
-    tokenizer_type: TokenizerType = "GPT2BPETokenizer"
-    """Kind of tokenizer."""
+    tokenizer_type: TokenizerType | None = None
+    """Kind of tokenizer. Default: the one that its files are, by their names."""
     tokenizer_model: str | None = None
     """Tokenizer file or directory (Hugging Face, SentencePiece, tiktoken)."""
     tiktoken_pattern: str | None = None

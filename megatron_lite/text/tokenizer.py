@@ -77,7 +77,8 @@ def read_file(path: str | None, flag: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as e:
-        raise ValueError(f"{flag} {path}: {e.strerror}") from None
+        local = "; only local files are read, nothing is downloaded" if isinstance(e, FileNotFoundError) else ""
+        raise ValueError(f"{flag} {path}: {e.strerror}{local}") from None
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -242,11 +243,40 @@ READ_BY: dict[str, tuple[str, ...]] = {
 }
 
 
-def build_tokenizer(kind: str, **options: str | int | None) -> Tokenizer:
+WAYS = (
+    "--tokenizer-model DIRECTORY (with tokenizer.json), a tokenizer.json, FILE.model (SentencePiece) or FILE.tiktoken; "
+    "--vocab-file FILE --merge-file FILE (GPT-2); or, for data that are ids already, --tokenizer-type NullTokenizer --vocab-size N"
+)
+
+
+def kind_of(options: Mapping[str, Any]) -> str:
+    """The kind of tokenizer that the files of some options are, where none is named. Raises ValueError."""
+    model = options.get("model")
+    if model is None:
+        if options.get("vocab_file") or options.get("merge_file"):
+            return "GPT2BPETokenizer"
+        raise ValueError(f"no tokenizer is named: give {WAYS}")
+    path = Path(model)
+    if path.is_dir():
+        if (path / "tokenizer.json").is_file():
+            return "HuggingFaceTokenizer"
+        inside = sorted(file.name for file in path.iterdir())
+        there = f"{', '.join(inside[:8])}{', ...' if len(inside) > 8 else ''}" if inside else "nothing"
+        raise ValueError(f"--tokenizer-model {model}: a directory without tokenizer.json (in it: {there}); give {WAYS}")
+    start = read_file(model, "--tokenizer-model")[:64].lstrip()
+    kinds = {".model": "SentencePieceTokenizer", ".tiktoken": "TikTokenizer"}
+    kinds[".json"] = "TikTokenizer" if start.startswith(b"[") else "HuggingFaceTokenizer"  # ranks are an array
+    kind = kinds.get(path.suffix.lower())
+    if kind is None:
+        raise ValueError(f"--tokenizer-model {model}: its name does not say which kind it is; name it with --tokenizer-type")
+    return kind
+
+
+def build_tokenizer(kind: str | None, **options: str | int | None) -> Tokenizer:
     """The tokenizer that ``--tokenizer-type`` and its flags name.
 
     Args:
-        kind: a key of ``READ_BY``.
+        kind: a key of ``READ_BY``; None: :func:`kind_of` the files.
         options: all that are named there; those that this kind does not read are ignored.
 
     Raises:
@@ -254,6 +284,7 @@ def build_tokenizer(kind: str, **options: str | int | None) -> Tokenizer:
     """
     from megatron_lite.text.tokenizer_bpe import Gpt2BpeTokenizer, TiktokenTokenizer
 
+    kind = kind or kind_of(options)
     if kind not in READ_BY:
         raise ValueError(f"unknown tokenizer type {kind!r}: known are {', '.join(READ_BY)}")
     makers: dict[str, Callable[..., Tokenizer]] = {

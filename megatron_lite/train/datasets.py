@@ -119,7 +119,7 @@ def _tokens_of_text(
     if not names_text(data) or data.mock_data:
         return {}, []
     if tokenizer is None:
-        remedy = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model FILE"
+        remedy = "--tokenizer-model FILE or DIRECTORY"
         raise ValueError(f"--data-path names a file of text, and no tokenizer is given: {remedy}")
     make = partial(tokenizer_of, data, getattr(config.model, "vocab_size", None))
     directory = None if data.data_cache_path is None else Path(data.data_cache_path)

@@ -43,13 +43,49 @@ def lines_by_hand(texts: list[str], separator: str, least: int) -> list[str | No
         lines = []
         for line in document.split(separator):
             compared = line.strip()
-            if len(compared) < least or compared not in seen:
-                lines.append(line)
+            lines.append(line if len(compared) < least or compared not in seen else TAKEN)
             if len(compared) >= least:
                 seen.add(compared)
-        rest = separator.join(lines)
+        rest = tidied(separator.join(lines))
         left.append(rest if rest.strip() else None)
     return left
+
+
+TAKEN = "\0"
+
+
+def tidied(text: str) -> str:
+    """A text without the lines that are TAKEN: a gap has a blank line at most, the ends have none."""
+    kept: list[str] = []
+    gap = blank = False
+    for line in text.split("\n"):
+        if line == TAKEN:
+            gap = True
+            while kept and not kept[-1].strip():
+                kept.pop()
+                blank = True
+        elif gap and not line.strip():
+            blank = True
+        else:
+            kept += [""] * (gap and blank and bool(kept)) + [line]
+            gap = blank = False
+    return "\n".join(kept)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "left"),
+    [
+        ("MENU OF IT\n\nfirst\n\nMENU OF IT\n\nlast\n\nMENU OF IT", "line", "first\n\nlast"),
+        ("  first\nMENU OF IT\nMENU OF IT\nlast\n", "line", "  first\nlast\n"),
+        ("first\n\n\n\nMENU OF IT\nlast\n\n\nmore", "line", "first\n\nlast\n\n\nmore"),
+        ("MENU OF IT\n\n\nfirst\n\n\n\nMENU OF IT\n\nlast\n\nMENU OF IT\n", "paragraph", "first\n\nlast"),
+        ("\nfirst\nMENU OF IT", "paragraph", "\nfirst\nMENU OF IT"),
+    ],
+)
+def test_what_stays_is_tidy_where_something_was_taken_out(text, unit, left, tmp_path):
+    options = SeenOptions(unit=unit, min_length=8)
+    _, found = drive(lambda: Exact(options), ["MENU OF IT", text], tmp_path)
+    assert found.text == left
 
 
 @pytest.mark.parametrize("kind,options", KINDS)

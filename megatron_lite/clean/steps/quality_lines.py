@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_lite.clean.steps.languages import Language
+from megatron_lite.clean.steps.taken_out import without
 
 MIN_WORDS = 5  # of C4; and so many characters in a language by character:
 MIN_CHARACTERS = 8  # 1.6 for each word, see languages.py
@@ -20,24 +21,22 @@ def cut_lines(text: str, language: Language) -> tuple[str, int, int]:
     """What is left of a text without lines that are no sentences.
 
     Returns:
-        the text, the number of lines that were cut (empty ones stay), and the number of end marks that end a sentence in
+        the text, the number of lines that were cut, and the number of end marks that end a sentence in
         what is left, at least one for each line.
     """
-    kept, cut, sentences = [], 0, 0
+    lines, sentences = list[tuple[str, bool]](), 0
     for line in text.split("\n"):
         stripped = line.strip()
         if not stripped:
-            kept.append(line)
+            lines.append((line, False))
             continue
         long_enough = len(stripped) >= MIN_CHARACTERS if language.by_character else len(stripped.split()) >= MIN_WORDS
         ends = stripped[-1] in language.end_marks and not stripped.endswith(("...", "…"))
         lower = stripped.lower()
-        if long_enough and ends and not any(notice in lower for notice in _NOTICES):
-            kept.append(line)
-            sentences += max(1, _ends(stripped, language))
-        else:
-            cut += 1
-    return ("\n".join(kept).strip("\n") if cut else text), cut, sentences
+        stays = long_enough and ends and not any(notice in lower for notice in _NOTICES)
+        sentences += max(1, _ends(stripped, language)) if stays else 0
+        lines.append((line, not stays))
+    return without(lines), sum(cut for _, cut in lines), sentences
 
 
 def _ends(line: str, language: Language) -> int:

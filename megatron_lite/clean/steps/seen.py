@@ -11,12 +11,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any, Literal
 
 import numpy as np
 
 from megatron_lite.clean.step import CorpusOptions, CorpusStep, Document, missing_packages
+from megatron_lite.clean.steps.taken_out import without
 
 KEY = np.dtype([("number", "<u8"), ("bucket", "<u2"), ("unit", "<u4"), ("hash", "<u8", 2)])
 SEPARATORS = {"document": "", "line": "\n", "paragraph": "\n\n"}
@@ -39,7 +39,8 @@ class SeenOptions(CorpusOptions):
 class Seen(CorpusStep):
     """Base of the steps that remember hashes. A subclass holds the hashes of each bucket.
 
-    Lines and paragraphs are dropped from their document; the document itself goes when nothing but white space stays.
+    Lines and paragraphs are dropped from their document, with the blank lines that would stand together or at its ends then; the
+    document itself goes when nothing but white space stays.
     """
 
     key_dtype = KEY
@@ -94,10 +95,12 @@ class Seen(CorpusStep):
             document.dropped = "seen before"
             return
         self.count(f"{self.options.unit}s seen before", len(units))
-        parts = document.text.split(self._separator)
-        stays = np.ones(len(parts), np.uint8)
-        stays[units] = 0
-        text = self._separator.join(compress(parts, stays.tobytes()))
+        taken, lines = set(units.tolist()), list[tuple[str, bool]]()
+        for unit, part in enumerate(document.text.split(self._separator)):
+            if unit and self.options.unit == "paragraph":
+                lines.append(("", False))
+            lines += [(line, unit in taken) for line in part.split("\n")]
+        text = without(lines)
         if text.strip():
             document.text = text
         else:

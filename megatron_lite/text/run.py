@@ -125,6 +125,9 @@ class Job(ABC):
     def texts(self, block: Block) -> list[str]:
         """Some of a block."""
 
+    def check(self, counts: Counts) -> None:  # noqa: B027  of most jobs there is nothing to say
+        """Raises BadInput where what was made of everything is of no use."""
+
     def writers(self, states: Sequence[WriterState], **options: Any) -> Iterator[IndexedWriter]:
         """A writer for each column of a block, that of a mask before that of its output.
 
@@ -237,6 +240,7 @@ def run_job(
         if not total.documents and part is None:
             what = [f"no {job.called} were written: {called(inputs)} of {max(total.bytes, size):,} bytes"]
             raise BadInput("; ".join(what + total.skipped()))
+        job.check(total)
         if changed := {*map(tuple, _files(inputs))} - {*map(tuple, files)}:
             raise BadInput(f"{min(changed)[0]} has changed while it was read")
         outputs = [writer for writer in writers if writer.prefix in job.outputs]

@@ -307,15 +307,36 @@ def test_saved_configurations_are_read_strictly() -> None:
 
 
 def test_use_checkpoint_args() -> None:
-    saved = to_dict(parse(GOOD + " --model llama --tokenizer-model tok.json --lr 5 --seed 9"))
-    loaded = with_checkpoint_args(
-        load(["--num-layers", "99", "--seq-length", "64", "--lr", "1", "--load", "d", "--use-checkpoint-args"]), saved
-    )
+    saved = to_dict(parse(GOOD + " --model llama --tokenizer-model tok.json --eod-token E --lr 5 --seed 9 --ffn-hidden-size 96"))
+    here = "--lr 1 --load d --use-checkpoint-args"
+    loaded = with_checkpoint_args(load(f"--seq-length 64 --hidden-dropout 0.5 {here}".split()), saved)
     config = loaded.config
     assert config.architecture == "llama" and isinstance(config.model, LlamaConfig) and config.model.num_layers == 4
-    assert config.data.seq_length == 64  # given
+    assert config.data.seq_length == 64 and config.model.hidden_dropout == 0.5  # given: it is not what the model is
     assert config.data.tokenizer_model == "tok.json" and config.data.tokenizer_type == "NullTokenizer"  # not given
     assert config.optimizer.lr == 1 and config.training.seed == 1234  # not the model's
+    moved = with_checkpoint_args(load(f"--tokenizer-model b {here}".split()), saved).config.data
+    assert (moved.tokenizer_type, moved.tokenizer_model, moved.eod_token) == ("NullTokenizer", "b", "E")
+    other = with_checkpoint_args(load(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model b {here}".split()), saved)
+    assert other.config.data.eod_token is None, "kind and files are given: nothing is of another tokenizer"
+
+
+def test_what_is_given_of_a_model_is_not_thrown_away(tmp_path: Path) -> None:
+    """Values beside --use-checkpoint-args are the checkpoint's, or a problem."""
+    saved = to_dict(parse(GOOD + " --model llama --num-layers 2"))
+    here = "--load d --use-checkpoint-args"
+    file = tmp_path / "a.yaml"
+    file.write_text("model: {num_layers: 3, vocab_size: 0}\n")  # 0: the tokenizer's
+    for given in ("--num-layers 3", f"--config {file}"):
+        [problem] = with_checkpoint_args(load(f"{given} {here}".split()), saved).problems
+        assert problem.numbers == "num-layers 3 given, 2 in the checkpoint"
+        assert problem.nearest == "leave num-layers out, or leave --use-checkpoint-args out"
+    several = f"--model gpt --vocab-size 2002 --max-position-embeddings 256 --no-swiglu {here}"
+    [problem] = with_checkpoint_args(load(several.split()), saved).problems
+    for numbers in ("model gpt given, llama in", "vocab-size 2002 given, 100 in", "max-position-embeddings 256 given, 32 in", "swiglu False"):
+        assert numbers in problem.numbers
+    same = f"--model llama --num-layers 2 --hidden-size 64 --kv-channels 16 --vocab-size 100 {here}"  # 16 is what follows
+    assert with_checkpoint_args(load(same.split()), saved).problems == ()
 
 
 # --- a team's own model ---------------------------------------------------------------------------------------------

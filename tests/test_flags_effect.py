@@ -422,7 +422,7 @@ RUNS: list[RunCase] = [
         f"{SAVE} --load {{scratch}}/save",
         code=exit_codes.CONFIGURATION,
     ),
-    RunCase("--use-checkpoint-args", lambda r: r.code, f"{LOAD} --num-layers 3"),
+    RunCase("--use-checkpoint-args", lambda r: r.code, LOAD.replace("--num-layers 2 ", "")),
     RunCase("--override-opt-param-scheduler", lambda r: (r.code, rates_of(r)), f"{LOAD} --lr 0.02"),
     RunCase("--use-checkpoint-opt-param-scheduler", lambda r: (r.code, rates_of(r)), f"{LOAD} --lr 0.02"),
     # reports

@@ -354,11 +354,13 @@ def test_weights_without_moments(saved: Path, tmp_path: Path) -> None:
 
 
 def test_settings_from_the_checkpoint(saved: Path, tmp_path: Path) -> None:
-    """--use-checkpoint-args takes the model from the checkpoint, whatever the flags say."""
-    flags = MOCK.replace("--hidden-size 32", "--hidden-size 64").replace("--num-layers 2", "--num-layers 1")
-    flags = f"{flags} --train-iters 6 --load {saved} --ckpt-step 4 --save {tmp_path}"
-    wrong, right = trained(1, flags, f"{flags} --use-checkpoint-args")
+    """--use-checkpoint-args takes the model from the checkpoint; one that is given must be the same."""
+    after = f"--train-iters 6 --load {saved} --ckpt-step 4 --save {tmp_path}"
+    flags = f"{MOCK.replace('--num-layers 2', '--num-layers 1')} {after}"
+    rest = f"{MOCK.replace('--num-layers 2', '').replace('--model llama', '')} {after} --use-checkpoint-args"
+    wrong, refused, right = trained(1, flags, f"{flags} --use-checkpoint-args", rest)
     assert wrong.code == exit_codes.CONFIGURATION and "another model" in wrong.error
+    assert refused.code == exit_codes.CONFIGURATION and "num-layers 1 given, 2 in the checkpoint" in refused.error
     assert right.code == 0, right
     for key, value in tensors_of(saved, 6).items():
         assert value.equal(tensors_of(tmp_path, 6)[key]), key

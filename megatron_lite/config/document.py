@@ -48,7 +48,7 @@ options are the fields of its configuration class, `--model.FIELD` on the comman
 
 Before any weight exists the whole configuration is checked, and every problem is listed with the numbers, the rule and
 the nearest valid values; the exit code is then 2. `--use-checkpoint-args` takes the model and the tokenizer from the
-checkpoint that `--load` names.
+checkpoint that `--load` names ([what may be given beside it](checkpoints.md#options-from-the-checkpoint)).
 """
 
 

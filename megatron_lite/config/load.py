@@ -38,15 +38,12 @@ COMPAT: dict[Key, Any] = {  # --compat megatron: every difference in numbers tha
     ("optimizer", "initial_loss_scale"): 2.0**32,
 }
 
-FROM_CHECKPOINT: tuple[Key, ...] = (  # besides the model's section; what --use-checkpoint-args takes unless given
-    ("data", "seq_length"),
-    ("data", "tokenizer_type"),
-    ("data", "tokenizer_model"),
-    ("data", "tiktoken_pattern"),
-    ("data", "vocab_file"),
-    ("data", "merge_file"),
-    ("data", "eod_token"),
-)
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+TOKENIZER = ("tokenizer_type", *TOKENIZER_FILES, "tiktoken_pattern", "eod_token")
+TRAINING_OF_MODEL = frozenset({  # options of a model that decide how it is trained, not what it is
+    "attention_dropout", "hidden_dropout", "label_smoothing", "init_method_std", "make_vocab_size_divisible_by",
+    "no_weight_decay_patterns",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -291,17 +288,40 @@ def with_checkpoint_args(
     """``--use-checkpoint-args``: the model, and the tokenizer and sequence length unless given, from a saved
     configuration (plain data, as :func:`to_dict` makes it).
 
+    What was given of the model and is not the checkpoint's becomes a problem, except for :data:`TRAINING_OF_MODEL`, which may
+    be given. A tokenizer whose kind and files are given is taken whole, else what was not given of it is the checkpoint's.
+
     Raises:
         ConfigError: the saved configuration does not fit the schema.
     """
     theirs = from_dict({k: v for k, v in saved.items() if k in ("architecture", "model", "data")}, resolve, name)
-    data = {
-        field: getattr(theirs.data, field) for section, field in FROM_CHECKPOINT if (section, field) not in loaded.given
-    }
+    given, ours = {field for section, field in loaded.given if section == "data"}, loaded.config
+    its = [f.name for f in dataclasses.fields(theirs.model) if ("model", f.name) in loaded.given and hasattr(ours.model, f.name)]
+    free = {field: getattr(ours.model, field) for field in its if field in TRAINING_OF_MODEL}
+    both = [(field, *_meanings(theirs.model, field, getattr(ours.model, field))) for field in its if field not in free]
+    if ("", "architecture") in loaded.given:
+        both.insert(0, ("model", ours.architecture, theirs.architecture))
+    wrong = [(field.replace("_", "-"), value, stored) for field, value, stored in both if value != stored]
+    problems = loaded.problems
+    if wrong:
+        numbers = "; ".join(f"{option} {value} given, {stored} in the checkpoint" for option, value, stored in wrong)
+        nearest = f"leave {', '.join(option for option, _, _ in wrong)} out, or leave --use-checkpoint-args out"
+        problems += (Problem("--use-checkpoint-args takes the model of the checkpoint, and another one is given", numbers, "", nearest),)
+    whole = "tokenizer_type" in given and not given.isdisjoint(TOKENIZER_FILES)
+    taken = ("seq_length", *(() if whole else TOKENIZER))
     config = dataclasses.replace(
-        loaded.config,
+        ours,
         architecture=theirs.architecture,
-        model=theirs.model,
-        data=dataclasses.replace(loaded.config.data, **data),
+        model=dataclasses.replace(theirs.model, **free),
+        data=dataclasses.replace(ours.data, **{field: getattr(theirs.data, field) for field in taken if field not in given}),
     )
-    return dataclasses.replace(loaded, config=config)
+    return dataclasses.replace(loaded, config=config, problems=problems)
+
+
+def _meanings(model: Any, field: str, value: Any) -> tuple[Any, Any]:
+    """A given value of a model's option and the model's own: what they come to, where sizes follow from others."""
+    derived = {"ffn_hidden_size": "ffn_size", "kv_channels": "head_dim", "num_query_groups": "kv_heads"}
+    if isinstance(model, TransformerConfig) and field in derived:
+        return getattr(dataclasses.replace(model, **{field: value}), derived[field]), getattr(model, derived[field])
+    stored = getattr(model, field)
+    return (stored if field == "vocab_size" and value == 0 else value), stored  # 0: the tokenizer's

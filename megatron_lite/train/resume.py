@@ -24,7 +24,7 @@ from megatron_lite.checkpoint.manifest import Found, find_checkpoint, incomplete
 from megatron_lite.checkpoint.retention import prune
 from megatron_lite.checkpoint.save import save_checkpoint
 from megatron_lite.checkpoint.together import everyone
-from megatron_lite.config.load import to_dict
+from megatron_lite.config.load import TRAINING_OF_MODEL, to_dict
 from megatron_lite.config.schema import RunConfig
 from megatron_lite.data.mix import Mix
 from megatron_lite.mesh.mesh import ProcessMesh
@@ -35,17 +35,7 @@ from megatron_lite.train.other_data import data_notes
 from megatron_lite.train.progress import Progress
 
 # Options of a model that may change between two starts: they decide how it is trained, or every size tells of them.
-FREE = {
-    "attention_dropout",
-    "hidden_dropout",
-    "label_smoothing",
-    "init_method_std",
-    "make_vocab_size_divisible_by",
-    "no_weight_decay_patterns",
-    "max_position_embeddings",
-    "ffn_hidden_size",
-    "vocab_size",
-}
+FREE = TRAINING_OF_MODEL | {"max_position_embeddings", "ffn_hidden_size", "vocab_size"}
 
 
 # ---- which checkpoint

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.text.chat import ChatEncoder, Conversation, Example
+from megatron_lite.text.chat import ChatEncoder, Example
+from megatron_lite.text.chat_records import Conversation
 from megatron_lite.text.chat_template import load_templates
 from megatron_lite.text.records import BadRecord
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer

@@ -25,7 +25,8 @@ from chat_toys import (
     why_bad,
 )
 
-from megatron_lite.text.chat import Conversation, Example, Keys, conversation_of
+from megatron_lite.text.chat import Example
+from megatron_lite.text.chat_records import Conversation, Keys, conversation_of
 from megatron_lite.text.chat_template import ChatTemplate, Rendered, TemplateRefusal, load_templates
 from megatron_lite.text.records import BadRecord
 from megatron_lite.text.tokenizer import HuggingFaceTokenizer
@@ -316,7 +317,7 @@ def test_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
         ChatTemplate("{{ ({'a': 1}.keys() - {'b': 1}.keys()) | list }}", {}, NOW).render([])
     assert ChatTemplate("{{ 3 - 1 }}{{ strftime_now('%H:%M') }}", {}, NOW.replace(hour=7)).render([]).text == "200:00"
     macro = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
-    monkeypatch.setattr("megatron_lite.text.chat_template._MOST_STEPS", 100_000)
+    monkeypatch.setattr("megatron_lite.text.chat_sandbox._MOST_STEPS", 100_000)
     for endless in ("{% set r = range(99999) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}", macro):
         with pytest.raises(TemplateRefusal, match=r"its loops take more than 100,000 steps"):
             ChatTemplate(endless, {}, NOW).render([])

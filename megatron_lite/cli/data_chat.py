@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_lite.cli.corpus import add_running_flags, check_prefix, left_by, running_options, status_of, strict
 from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags, tokenizer_options, unread_options
 from megatron_lite.config.exit_codes import DONE
-from megatron_lite.text.chat import COMPLETION_KEYS, PROMPT_KEYS
+from megatron_lite.text.chat_records import COMPLETION_KEYS, PROMPT_KEYS
 from megatron_lite.text.chat_template import template_directory
 
 
@@ -77,8 +77,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> tuple[int, str]:
-    from megatron_lite.text.chat import Keys
     from megatron_lite.text.chat_files import ChatOptions, prepare_chat, summary
+    from megatron_lite.text.chat_records import Keys
     from megatron_lite.text.inputs import expand_inputs, repeated
     from megatron_lite.text.run import AlreadyComplete
     from megatron_lite.text.tokenizer import build_tokenizer

@@ -13,12 +13,11 @@ mostly the same few words (``<|im_start|>assistant``), which are remembered.
 What spells a special token in a message is text there (:mod:`.special_places`): it is marked before the template is
 rendered, and the places of the marks go with the text.
 
-A conversation for which one of this fails is a bad record.
+A conversation for which one of this fails is a bad record. A turn of ``weight`` 0 is text that does not count.
 """
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,155 +26,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.text.chat_template import PLAIN, ChatTemplate, Rendered, TemplateRefusal, Templates
-from megatron_lite.text.records import BadRecord, text_of
+from megatron_lite.text.chat_checks import coded_twice, missing
+from megatron_lite.text.chat_records import ASSISTANT, Conversation
+from megatron_lite.text.chat_sandbox import PLAIN
+from megatron_lite.text.chat_template import ChatTemplate, Rendered, TemplateRefusal, Templates
+from megatron_lite.text.records import BadRecord
 from megatron_lite.text.special_places import SpecialPlaces, Tokens
 from megatron_lite.text.tokenizer_fast import Encoder
 
-ASSISTANT = "assistant"
-PROMPT_KEYS = ("prompt", "instruction", "question", "query")
-COMPLETION_KEYS = ("completion", "response", "answer", "output")
-SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": ASSISTANT,
-    "assistant": ASSISTANT,
-    "system": "system",
-    "tool": "tool",
-}
-_NAMES = ("role", "name")  # of a message, which say who speaks
-_SAY = ("content", "tool_calls", "function_call")  # of an answer; other keys are beside it
-_ROLE = re.compile(r"[\w-]+")  # templates write roles as they stand, and no special token is spelled so
 _REMEMBERED = 256  # characters; longer texts before a border are hardly seen again
 _SHOWN = 24  # characters on either side of a border in a message
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """What a record says.
-
-    Attributes:
-        messages: objects with ``role`` and ``content``, and whatever else the template reads.
-        tools: descriptions of tools, or None.
-        unread: keys of the record that say nothing here.
-    """
-
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
-    unread: tuple[str, ...] = ()
-
-    @property
-    def has_answer(self) -> bool:
-        """Whether there is a turn of the assistant."""
-        return any(m["role"] == ASSISTANT for m in self.messages)
-
-    @property
-    def has_empty_answer(self) -> bool:
-        """Whether a turn of the assistant says nothing at all, no call of a tool either."""
-        return any(m["role"] == ASSISTANT and not any(_says(m.get(key)) for key in _SAY) for m in self.messages)
-
-    @property
-    def unknown_roles(self) -> list[str]:
-        """Roles that are not among the known."""
-        return sorted({m["role"] for m in self.messages} - set(SPEAKERS.values()))
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Names of the two texts of prompt-and-answer records; None: the first of the known names."""
-
-    prompt: str | None = None
-    completion: str | None = None
-
-
-def conversation_of(record: dict[str, Any], keys: Keys) -> Conversation:
-    """The conversation of a record: ``messages``, ``conversations``, or a prompt and its answer. Raises BadRecord."""
-    listed = keys.prompt is None and keys.completion is None
-    if listed and "messages" in record:
-        messages, read = [_message(m) for m in _list(record, "messages")], {"messages"}
-    elif listed and "conversations" in record:
-        messages, read = [_spoken(m) for m in _list(record, "conversations")], {"conversations"}
-    else:
-        messages, read = _pair(record, keys)
-    if record.get("system") is not None and messages and all(m["role"] != "system" for m in messages):
-        read.add("system")
-        messages = [{"role": "system", "content": text_of(record, "system")}, *messages]
-    tools = record.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise BadRecord("the value of 'tools' is not an array")
-    unread = [key for key in record if key not in read and key != "tools" and (key != "system" or record[key])]
-    if "conversations" in read:
-        inside = {key: None for message in record["conversations"] if "from" in message for key in message}
-        unread += [f"conversations.{key}" for key in inside if key not in ("from", "value")]
-    return Conversation(messages, tools or None, tuple(unread))
-
-
-def _says(value: Any) -> bool:
-    return bool(value.strip()) if isinstance(value, str) else bool(value)
-
-
-def _list(record: dict[str, Any], key: str) -> list[Any]:
-    value = record[key]
-    if not isinstance(value, list):
-        raise BadRecord(f"the value of {key!r} is not an array")
-    return value
-
-
-def _message(message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadRecord("a message is not an object with a string under 'role'")
-    if not _ROLE.fullmatch(message["role"]):
-        raise BadRecord("the 'role' of a message is no plain word", f" ({message['role'][:_SHOWN]!r})")
-    content = message.get("content")
-    if content == []:
-        return {**message, "content": ""}
-    if not (content is None or isinstance(content, (str, list))):
-        raise BadRecord("the 'content' of a message is neither a string nor an array of parts")
-    if content is None and not any(value for key, value in message.items() if key not in _NAMES):
-        raise BadRecord("a message has no 'content'")  # templates would write the word None
-    return message
-
-
-def _spoken(message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict) or "from" not in message:
-        return _message(message)
-    role = SPEAKERS.get(message["from"]) if isinstance(message["from"], str) else None
-    if role is None:
-        raise BadRecord(f"a message is 'from' none of {', '.join(SPEAKERS)}", f" ({str(message['from'])[:_SHOWN]!r})")
-    return {"role": role, "content": text_of(message, "value")}
-
-
-def _pair(record: dict[str, Any], keys: Keys) -> tuple[list[dict[str, Any]], set[str]]:
-    """The messages, and the keys that they are from."""
-    prompt_key = keys.prompt or _one_of(record, PROMPT_KEYS, "prompt")
-    completion_key = keys.completion or _one_of(record, COMPLETION_KEYS, "completion")
-    prompt, answer = text_of(record, prompt_key), text_of(record, completion_key)
-    read = {prompt_key, completion_key, "history"}
-    if prompt_key == "instruction":
-        read.add("input")
-        prompt = f"{prompt}\n\n{text_of(record, 'input')}" if record.get("input") else prompt
-    turns = [*_history(record), (prompt, answer)]
-    pairs = [({"role": "user", "content": q}, {"role": ASSISTANT, "content": a}) for q, a in turns]
-    return [message for pair in pairs for message in pair], read
-
-
-def _history(record: dict[str, Any]) -> list[list[str]]:
-    """The turns before: pairs of a question and its answer."""
-    turns = record.get("history") or []
-    if not isinstance(turns, list) or not all(
-        isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn) for turn in turns
-    ):
-        raise BadRecord("the value of 'history' is not an array of [question, answer] pairs of strings")
-    return turns
-
-
-def _one_of(record: dict[str, Any], names: Sequence[str], what: str) -> str:
-    found = [name for name in names if name in record]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise BadRecord(f"several keys could be the {what}", f" ({', '.join(found)}): name one with --{what}-key")
-    raise BadRecord("neither 'messages' nor a prompt and its answer", f" (no {', '.join(map(repr, names))})")
 
 
 def render(template: ChatTemplate, conversation: Conversation) -> Rendered:
@@ -187,9 +47,9 @@ def render(template: ChatTemplate, conversation: Conversation) -> Rendered:
         if any(isinstance(m["content"], list) and str(m["content"]) in whole.text for m in messages if m.get("content")):
             raise BadRecord("the template writes an array of parts as it stands: give the 'content' as a string")
         if template.marks:
-            return whole
+            return replace(whole, marked=_weighed(whole.marked, conversation))
         spans = []
-        for k in (k for k, m in enumerate(messages) if m["role"] == ASSISTANT):
+        for k in (k for k, m in enumerate(messages) if m["role"] == ASSISTANT and m.get("weight") != 0):
             before = template.render(messages[:k], tools, prompt=True).text
             after = whole.text if k + 1 == len(messages) else template.render(messages[: k + 1], tools).text
             if not (after.startswith(before) and whole.text.startswith(after)):
@@ -201,6 +61,19 @@ def render(template: ChatTemplate, conversation: Conversation) -> Rendered:
     except TemplateRefusal as why:
         raise BadRecord(f"the template refuses it: {why}") from None
     return replace(whole, marked=tuple(spans))
+
+
+def _weighed(marked: tuple[tuple[int, int], ...], conversation: Conversation) -> tuple[tuple[int, int], ...]:
+    """The marked turns without those of ``weight`` 0."""
+    turns = [m for m in conversation.messages if m["role"] == ASSISTANT]
+    if len(turns) == len(conversation.answers):
+        return marked
+    if len(marked) != len(turns):
+        raise BadRecord(
+            "a message has 'weight' 0, and the template has not one {% generation %} block for each turn of the assistant",
+            f" ({len(marked)} for {len(turns)})",
+        )
+    return tuple(span for span, m in zip(marked, turns, strict=True) if m.get("weight") != 0)
 
 
 def _without_none(template: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:
@@ -231,12 +104,19 @@ class Example:
         mask: uint8 [tokens], 1 where the token counts as a target.
         begins: of each turn of the assistant that counts, its first token and whether the template ends it with a special one.
         spells: whether a message spells a special token, which is text there.
+        looked, missing: answers that were looked for in the text, and those of which no part was found.
+        coded_twice: whether arguments of a tool were written as a string inside JSON.
+        unread: keys of messages that the template does not read.
     """
 
     ids: np.ndarray
     mask: np.ndarray
     begins: tuple[tuple[int, bool], ...]
     spells: bool = False
+    looked: int = 0
+    missing: int = 0
+    coded_twice: bool = False
+    unread: frozenset[str] = frozenset()
 
     @property
     def turns(self) -> int:
@@ -272,7 +152,7 @@ class ChatEncoder:
         good = [r for r in rendered if isinstance(r, Rendered)]
         tokens = iter(self._places.encode([r.text for r in good], [r.plain for r in good]))
         return [
-            self._example(r, next(tokens), self.templates.of(c.tools).marks) if isinstance(r, Rendered) else r
+            self._example(r, next(tokens), c) if isinstance(r, Rendered) else r
             for r, c in zip(rendered, conversations, strict=False)
         ]
 
@@ -299,16 +179,17 @@ class ChatEncoder:
             return {self._places.spelled(k, PLAIN): self._plain(v) for k, v in value.items()}
         return value
 
-    def _example(self, rendered: Rendered, tokens: Tokens | BadRecord, by_marks: bool) -> Example | BadRecord:
+    def _example(self, rendered: Rendered, tokens: Tokens | BadRecord, said: Conversation) -> Example | BadRecord:
         if isinstance(tokens, BadRecord):
             return tokens
+        template = self.templates.of(said.tools)
         special = {token for token, _, _ in tokens.special}
         stops = [stop for _, _, stop in tokens.special]
         mask = np.zeros(len(tokens.ids), dtype=np.uint8)
         begins = []
         try:
             for start, stop in rendered.marked:
-                if not by_marks:
+                if not template.marks:
                     stop = _without_space_behind(rendered.text, start, stop, stops)
                 first, last = (self._token_at(rendered, tokens, stops, at) for at in (start, stop))
                 mask[first:last] = 1
@@ -317,7 +198,9 @@ class ChatEncoder:
         except BadRecord as why:
             return why
         mask[:1] = 0  # nothing predicts the first token
-        return Example(tokens.ids, mask, tuple(begins), bool(rendered.plain))
+        looked, absent = missing(said.answers, rendered, self._places.without_special)
+        twice, unread = coded_twice(said.messages, rendered.text), frozenset(template.unread(said.messages))
+        return Example(tokens.ids, mask, tuple(begins), bool(rendered.plain), looked, absent, twice, unread)
 
     def _token_at(self, rendered: Rendered, tokens: Tokens, stops: list[int], at: int) -> int:
         """The first token behind a character; BadRecord where one lies across."""

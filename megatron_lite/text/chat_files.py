@@ -23,8 +23,11 @@ import numpy as np
 from megatron_lite.config.text_files import LINES, PACKINGS, TAR
 from megatron_lite.data.index_format import choose_dtype
 from megatron_lite.text.blocks import Block, InputOptions, Lines
-from megatron_lite.text.chat import SPEAKERS, ChatEncoder, Conversation, Example, Keys, conversation_of
-from megatron_lite.text.chat_template import CLOSE, OPEN, PLAIN, Templates, load_templates
+from megatron_lite.text.chat import ChatEncoder, Example
+from megatron_lite.text.chat_checks import named, no_end, refuse_header, told
+from megatron_lite.text.chat_records import SPEAKERS, Conversation, Keys, conversation_of
+from megatron_lite.text.chat_sandbox import CLOSE, OPEN, PLAIN
+from megatron_lite.text.chat_template import Templates, load_templates
 from megatron_lite.text.encode import Column, Counts, Encoded, Failure, Stop, Work, refuse
 from megatron_lite.text.inputs import name_of, open_input
 from megatron_lite.text.records import BadInput, BadRecord, numbered_lines, parse_object
@@ -87,6 +90,9 @@ def encode_block(encoder: ChatEncoder, options: ChatOptions, work: Work) -> Enco
     counts.documents, counts.tokens, counts.counted = len(examples), len(ids), int(mask.sum())
     counts.turns, counts.ended = sum(e.turns for e in examples), sum(e.ended for e in examples)
     counts.spells = sum(e.spells for e in examples)
+    counts.looked, counts.missing = sum(e.looked for e in examples), sum(e.missing for e in examples)
+    counts.coded_twice = sum(e.coded_twice for e in examples)
+    counts.unread_inside.update(key for e in examples for key in e.unread)
     ids = ids.astype(choose_dtype(encoder.vocab_size))
     return Encoded(counts, [Column(mask, lengths, None), Column(ids, lengths, None)])
 
@@ -197,8 +203,10 @@ class _Chat(Job):
 
     def __init__(self, prefix: str, options: ChatOptions, reading: InputOptions) -> None:
         own = {"prompt_key": options.keys.prompt, "completion_key": options.keys.completion}
-        super().__init__([prefix], reading, options, False, most_tokens=options.most_tokens, too_long=options.too_long, **own)
+        super().__init__({prefix: "messages"}, reading, options, False, most_tokens=options.most_tokens, too_long=options.too_long, **own)
         templates = options.templates(self.tokenizer)
+        for template in (templates.plain, templates.with_tools):
+            refuse_header(template)
         dated = templates.plain.reads_date or templates.with_tools.reads_date
         self.identity |= {"template": templates.digest, "date": f"{options.now:%Y-%m-%d}" if dated else None}
 
@@ -211,6 +219,11 @@ class _Chat(Job):
                     break
                 texts.append(rendered.text)
         return texts
+
+    def check(self, counts: Counts) -> None:
+        """Raises BadInput where no answer is in the text."""
+        if counts.looked and counts.missing == counts.looked:
+            raise BadInput(f"no {self.called} were written: {'; '.join(told(counts))}")
 
     @staticmethod
     def work(options: ChatOptions, encoder: Encoder) -> Callable[[Work], Encoded]:
@@ -245,16 +258,13 @@ def summary(counts: Counts, options: ChatOptions, seconds: float | None = None) 
     if counts.tools:
         lines.append(f"{counts.tools:,} with tools, which the template does not read")
     if counts.unread:
-        keys = [f"{key[:24]} ({n:,})" for key, n in counts.unread.most_common(10)]
-        more = f" and {len(counts.unread) - 10} more" if len(counts.unread) > 10 else ""
-        lines.append(f"keys of records that are not read: {', '.join(keys)}{more}")
+        lines.append(f"keys of records that are not read: {named(counts.unread)}")
+    lines += told(counts)
     if counts.spells:
         lines.append(f"{counts.spells:,} with messages that spell special tokens, which are text there")
     if counts.ended < counts.turns:
-        lines.append(
-            f"{counts.turns - counts.ended:,} turns do not end with a special token: if the template writes an end token "
-            "behind a turn, it belongs into its {% generation %} block, or the model does not learn to stop"
-        )
+        tokenizer = options.tokenizer()
+        lines.append(no_end(options.templates(tokenizer).plain, tokenizer, counts.turns - counts.ended))
     if options.templates().plain.reads_date:
         lines.append(f"the template writes the date: {options.now:%Y-%m-%d} in all conversations (--date)")
     return "\n".join(lines)

@@ -22,17 +22,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from megatron_lite.text.chat_records import ASSISTANT, says
+from megatron_lite.text.chat_sandbox import CLOSE, OPEN, PLAIN, refuse_chance, sandbox
 from megatron_lite.text.tokenizer import read_config, token_text
 
-OPEN, CLOSE, PLAIN = "\ufdd0", "\ufdd1", "\ufdd2"
 _MARK = re.compile(f"([{OPEN}{CLOSE}{PLAIN}])")
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _ADDRESS = re.compile(" at 0x[0-9a-f]{6,}")  # Python's text for what has no other: functions, generators
-_MOST_STEPS = 10_000_000  # of all loops and macros of a conversation: a second or more
+_QUESTION, _ANSWER, _BESIDE = "WhatIsAsked", "WhatIsAnswered", "SomethingBeside"  # a conversation to try a template on
 _WITH_TOOLS = "tool_use"  # name of the template of several that is taken for conversations with tools
 
 
@@ -75,10 +77,10 @@ class ChatTemplate:
         from jinja2 import TemplateSyntaxError, nodes
 
         self._source = source
-        self._environment = environment = _environment(now)
+        self._environment = environment = sandbox(now)
         try:
             tree = environment.parse(source)
-            _refuse_chance(tree)
+            refuse_chance(tree)
             for body in [node.body for node in tree.find_all((nodes.For, nodes.Macro))]:
                 body.insert(0, nodes.ExprStmt(nodes.EnvironmentAttribute("step")).set_lineno(1))
             self._template = environment.from_string(tree)
@@ -86,6 +88,8 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not Jinja: {error.message} (line {error.lineno})") from None
         self.marks = any(OPEN in data.data for data in tree.find_all(nodes.TemplateData))
+        texts = (part for n in tree.find_all(nodes.Const) if isinstance(n.value, str) for part in n.value.split("."))
+        self._names = {*texts, *(n.attr for n in tree.find_all(nodes.Getattr))}  # what it may read of a message
         names = {name.name for name in tree.find_all(nodes.Name)}
         self.reads_tools, self.reads_date = "tools" in names, "strftime_now" in names
         self._tokens = dict(tokens)
@@ -119,6 +123,45 @@ class ChatTemplate:
                     shown = text[text.rfind("<", 0, found.start()) : found.start()]
                     raise TemplateRefusal(f"it writes where {shown[-60:]!r} lies in memory: `| list` or () is missing")
         return _take_marks_out(text)
+
+    @cached_property
+    def tried(self) -> Tried | None:
+        """What it makes of a question and an answer; None: it refuses them."""
+        messages = [{"role": r, "content": text, _BESIDE: _BESIDE} for r, text in (("user", _QUESTION), (ASSISTANT, _ANSWER))]
+        try:
+            whole = self.render(messages)
+            before, asked = (self.render(messages[:1], prompt=prompt).text for prompt in (False, True))
+        except TemplateRefusal:
+            return None
+        at = whole.text.find(_ANSWER)
+        if at < 0:
+            return Tried(writes_all=_BESIDE in whole.text)
+        header = whole.text[len(asked) : at] if asked == before and not self.marks else ""
+        behind = at + len(_ANSWER)
+        stop = next((b for a, b in whole.marked if a <= at < b), behind) if self.marks else len(whole.text)
+        return Tried(header.strip(), whole.text[behind:stop].strip(), whole.text[stop:].strip(), _BESIDE in whole.text)
+
+    def unread(self, messages: Sequence[dict[str, Any]]) -> set[str]:
+        """Keys of messages that say something and that it does not read: they are nowhere in it, and it does not write all."""
+        new = {key for m in messages for key in m if key not in self._names and (key != "weight" or m["role"] != ASSISTANT)}
+        new = {key for key in new if key != "role" and any(says(m.get(key)) for m in messages)}
+        return new if new and self.tried is not None and not self.tried.writes_all else set()
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a template writes around an answer, without white space at the ends.
+
+    Attributes:
+        header: before it, where ``add_generation_prompt`` changes nothing and there are no marks: it would count.
+        end, outside: behind it, as far as it counts; and behind that.
+        writes_all: it writes messages with all their keys.
+    """
+
+    header: str = ""
+    end: str = ""
+    outside: str = ""
+    writes_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,77 +227,6 @@ def template_directory(tokenizer_file: str | None) -> Path | None:
         return None
     path = Path(tokenizer_file)
     return path if path.is_dir() else path.parent
-
-
-def _environment(now: datetime) -> Any:
-    """The sandbox with what templates may use."""
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """``{% generation %}``: the two marks around the block, which is a scope of its own."""
-
-        tags = {"generation"}  # noqa: RUF012  an attribute of the base class
-
-        def parse(self, parser: Any) -> list[Any]:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-            def mark(text: str) -> Any:
-                return nodes.Output([nodes.TemplateData(text)], lineno=line)
-
-            return [mark(OPEN), nodes.Scope(body, lineno=line), mark(CLOSE)]
-
-    class Sandbox(ImmutableSandboxedEnvironment):
-        """Counts the steps of loops, and makes no sets (the keys of an object without those of another)."""
-
-        intercepted_binops = frozenset("-")
-        steps = 0
-
-        @property
-        def step(self) -> None:
-            """Read at each step of a loop and in each macro."""
-            self.steps += 1
-            if self.steps > _MOST_STEPS:
-                _raise(f"its loops take more than {_MOST_STEPS:,} steps")
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            found = super().call_binop(context, operator, left, right)
-            return found if not isinstance(found, set) else _raise("it makes a set, whose order is another one each time")
-
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    del environment.filters["random"], environment.globals["lipsum"]  # all of Jinja that draws at random
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = now.replace(hour=0, minute=0, second=0, microsecond=0).strftime
-    return environment
-
-
-def _refuse_chance(tree: Any) -> None:
-    from jinja2 import meta, nodes
-
-    filters = {node.name for node in tree.find_all(nodes.Filter)}
-    used = "filter random" if "random" in filters else "function lipsum" if "lipsum" in meta.find_undeclared_variables(tree) else None
-    if used:
-        raise ValueError(f"the chat template uses Jinja's {used}, which gives another text each time")
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    return text.replace("\\ufdd2", PLAIN) if ensure_ascii else text
-
-
-def _raise(message: object) -> NoReturn:
-    from jinja2 import TemplateError
-
-    raise TemplateError(str(message))
 
 
 def _take_marks_out(text: str) -> Rendered:

@@ -73,7 +73,9 @@ class Counts:
         truncated: conversations cut to a row.
         tools: conversations with tools that the template does not read.
         spells: conversations with a message that spells a special token.
-        unread: keys of conversations that are not read.
+        looked, missing: answers of conversations that were looked for in their text, and those that were not found.
+        coded_twice: conversations with arguments of a tool that were written as a string inside JSON.
+        unread, unread_inside: keys of conversations that are not read, and of messages in them.
         dropped, bad: records that were left out, by rule and on request, by reason.
     """
 
@@ -88,7 +90,11 @@ class Counts:
     truncated: int = 0
     tools: int = 0
     spells: int = 0
+    looked: int = 0
+    missing: int = 0
+    coded_twice: int = 0
     unread: Counter[str] = field(default_factory=Counter)
+    unread_inside: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     bad: Counter[str] = field(default_factory=Counter)
 

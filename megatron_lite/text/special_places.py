@@ -98,6 +98,10 @@ class SpecialPlaces:
         """A text with a mark behind the first character of everything in it that spells a special token."""
         return self._spelled.sub(lambda found: found[0] + mark, text) if self._pattern.search(text) else text
 
+    def without_special(self, text: str) -> str:
+        """A text with a space for everything that spells a special token."""
+        return self._pattern.sub(" ", text)  # type: ignore[no-any-return]
+
     @cached_property
     def _spelled(self) -> Any:
         several = [text for text in self.special if len(text) > 1]

@@ -228,10 +228,18 @@ def test_end_of_document_id(tmp_path):
     assert build(c, split="1", sample_order="megatron", eod_id=3).train.eod_id == 3
 
 
-def test_other_tokenizer_is_said(tmp_path):
-    a = write(tmp_path / "a", [50], tokenizer="one")
-    assert build(a, split="1", fingerprint="one").notices == [] == build(a, split="1").notices
-    assert "another tokenizer than this run's: " in build(a, split="1", fingerprint="two").notices[0]
+def test_data_of_another_tokenizer_are_refused(tmp_path):
+    a = write(tmp_path / "a", [50], tokenizer="one", tokenizer_flags="--tokenizer-model one.json", vocab_size=70)
+    b, c = write(tmp_path / "b", [50], tokenizer="two"), write(tmp_path / "c", [50])
+    assert build(a, c, split="1", fingerprint="one").notices == [] == build(a, c, split="1").notices
+    [problem] = build(a, c, split="1", fingerprint="two", tokenizer_flags="--tokenizer-model two.json", eod_id=1, vocab_size=9).problems
+    assert "another tokenizer than this run's" in problem.what and c not in problem.numbers
+    assert problem.numbers == f"this run: --tokenizer-model two.json; {a}: --tokenizer-model one.json"
+    assert "--vocab-size 70: ids are taken as they are" in problem.nearest
+    ids = build(a, split="1", vocab_size=70)  # the remedy
+    assert ids.eod_id == 9999 and ids.train is not None and not ids.problems
+    [problem] = build(a, b, c, split="1").problems
+    assert "made by different tokenizers" in problem.what and f"{b}: a tokenizer of fingerprint two" in problem.numbers
 
 
 def test_mock():

@@ -84,7 +84,7 @@ def tokenizer_problems(config: RunConfig[Any]) -> list[Problem]:
     data, found = config.data, []
     given = [name for name in ("vocab_file", "merge_file", "tokenizer_model") if getattr(data, name)]
     vocab_size = getattr(config.model, "vocab_size", None)
-    others = "or, for data that are ids already, --tokenizer-type NullTokenizer --vocab-size N"
+    others = "or, for data that are ids already, --vocab-size N alone"
     kind = data.tokenizer_type or ("HuggingFaceTokenizer" if data.tokenizer_model else "GPT2BPETokenizer")  # as to files
     missing = [name for name in TOKENIZER_FILES[kind] if not getattr(data, name)]
     if data.tokenizer_type is None and not given and not vocab_size:

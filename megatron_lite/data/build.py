@@ -27,7 +27,7 @@ from megatron_lite.data.sources import (
     parse_sources,
     parse_split,
     split_ranges,
-    tokenizer_notices,
+    other_tokenizers,
     vocabulary_problems,
 )
 from megatron_lite.data.transform import TransformedRows, load_transform
@@ -41,6 +41,7 @@ def build_datasets(
     vocab_size: int | None = None,
     eod_id: int | None = None,
     fingerprint: str | None = None,
+    tokenizer_flags: str = "",
     access: Access | None = None,
 ) -> Datasets:
     """Open and check everything that ``data`` names.
@@ -50,7 +51,8 @@ def build_datasets(
             (:func:`megatron_lite.data.megatron_order.samples_asked`); 0: not needed.
         seed: of the sample order.
         vocab_size: true vocabulary size of the model.
-        eod_id, fingerprint: of the tokenizer, where there is one.
+        eod_id: of the tokenizer, where there is one.
+        fingerprint, tokenizer_flags: of the tokenizer that gives ids their meaning, where there is one.
         access: how token files are read.
     """
     result = Datasets()
@@ -65,8 +67,9 @@ def build_datasets(
     for name, d in opened.items():
         result.seen[name] = [d.num_documents, len(d), d.num_tokens, d.meta and d.meta.sha256_bin]
     result.eod_id, found = agreed_eod(opened, eod_id)
-    result.problems += found + vocabulary_problems(opened, vocab_size)
-    result.notices += tokenizer_notices(opened, fingerprint)
+    # Another tokenizer is one problem, not also an end-of-document id and a vocabulary that differ.
+    other = other_tokenizers(opened, fingerprint, tokenizer_flags)
+    result.problems += other or [*found, *vocabulary_problems(opened, vocab_size)]
     result.problems += _order_problems(data, opened)
     without_end = [
         name for name, d in opened.items() if d.meta is not None and d.meta.eod_id is None and d.loss_mask is None

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from megatron_lite.config.problem import Problem
 from megatron_lite.data.access import Access
 from megatron_lite.data.blend import check_weights
-from megatron_lite.data.index_format import MASK_SUFFIX
+from megatron_lite.data.index_format import MASK_SUFFIX, DatasetMeta
 from megatron_lite.data.indexed import IndexedDataset, open_mask
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -101,7 +101,10 @@ def agreed_eod(datasets: Mapping[str, IndexedDataset], eod_id: int | None) -> tu
         numbers = ", ".join(f"{prefix} {found}" for prefix, found in list(known.items())[:5])
     what = "the data end their documents with different ids" + (" than the tokenizer" if eod_id is not None else "")
     rule = "one end-of-document id in the tokenizer and in all of the data"
-    return eod_id, [Problem(what, numbers, rule, "tokenize the data with the tokenizer of this run")]
+    nearest = "tokenize the data with the tokenizer of this run" if eod_id is None else (
+        "tokenize the data with the tokenizer of this run; or name none, give --vocab-size, and the data's id is taken"
+    )
+    return eod_id, [Problem(what, numbers, rule, nearest)]
 
 
 def vocabulary_problems(datasets: Mapping[str, IndexedDataset], vocab_size: int | None) -> list[Problem]:
@@ -118,20 +121,47 @@ def vocabulary_problems(datasets: Mapping[str, IndexedDataset], vocab_size: int 
         if largest >= vocab_size:
             numbers = f"largest id {largest}, vocabulary {vocab_size}"
             rule = "every id is below the model's vocabulary size"
-            nearest = f"--vocab-size {largest + 1}, or the tokenizer that the data were made with"
+            nearest = f"the tokenizer that the data were made with; for a new model, --vocab-size {largest + 1}"
             found.append(Problem(f"{prefix} holds ids outside the vocabulary", numbers, rule, nearest))
     return found
 
 
-def tokenizer_notices(datasets: Mapping[str, IndexedDataset], fingerprint: str | None) -> list[str]:
-    """Datasets that say they were made with another tokenizer than the run's."""
-    if fingerprint is None:
+def other_tokenizers(
+    datasets: Mapping[str, IndexedDataset], fingerprint: str | None = None, flags: str = ""
+) -> list[Problem]:
+    """Datasets that were made by another tokenizer than the run's, or than each other.
+
+    Args:
+        datasets: those with a ``.meta.json`` that names a tokenizer are compared.
+        fingerprint, flags: of the run's tokenizer; None: it has none, and takes ids as they are.
+    """
+    made = {p: d.meta for p, d in datasets.items() if d.meta is not None and d.meta.tokenizer is not None}
+    if not made:
         return []
-    other = [p for p, d in datasets.items() if d.meta is not None and d.meta.tokenizer not in (None, fingerprint)]
+    if fingerprint is None:
+        first = next(iter(made))
+        other = [p for p in made if made[p].tokenizer != made[first].tokenizer]
+        what, rule = "the data were made by different tokenizers", "one id means the same text everywhere"
+        numbers = [f"{p}: {_flags_of(made[p])}" for p in [first, *other][:5]]
+        nearest = "make all of them with one of these tokenizers"
+    else:
+        other = [p for p in made if made[p].tokenizer != fingerprint]
+        what, rule = "the data were made by another tokenizer than this run's", "its ids would mean other text"
+        numbers = [f"this run: {flags}", *(f"{p}: {_flags_of(made[p])}" for p in other[:5])]
+        size = max(made[p].vocab_size or datasets[p].largest_id() + 1 for p in made)
+        nearest = (
+            "the flags of the data's tokenizer in place of the run's; or no tokenizer (nor --use-checkpoint-args) and "
+            f"--vocab-size {size}: ids are taken as they are"
+        )
     if not other:
         return []
-    more = f" and {len(other) - 3} more" if len(other) > 3 else ""
-    return [f"made with another tokenizer than this run's: {', '.join(other[:3])}{more}"]
+    numbers += [f"and {len(other) - 5} more"] if len(other) > 5 else []
+    return [Problem(what, "; ".join(numbers), rule, nearest)]
+
+
+def _flags_of(meta: DatasetMeta) -> str:
+    """The flags of the tokenizer that made a dataset, or its fingerprint."""
+    return meta.tokenizer_flags or f"a tokenizer of fingerprint {meta.tokenizer}"
 
 
 def _number(text: str) -> float | None:

@@ -92,6 +92,7 @@ def find_data(
         raise ConfigError([Problem(str(error))]) from error
     of_text = {file: access.staged.get(prefix, prefix) for file, prefix in tokens.items()}  # sources keep their names
     access = replace(access, staged={**access.staged, **of_text})
+    ids = config.data.tokenizer_type == "NullTokenizer"  # are taken as they are, whichever tokenizer they are of
     try:
         found = build_datasets(
             config.data,
@@ -99,7 +100,8 @@ def find_data(
             seed=config.training.seed,
             vocab_size=getattr(config.model, "vocab_size", None) or None,
             eod_id=None if tokenizer is None else tokenizer.eod_id,
-            fingerprint=None if tokenizer is None else tokenizer.fingerprint,
+            fingerprint=None if ids or tokenizer is None else tokenizer.fingerprint,
+            tokenizer_flags=(tokenizer and tokenizer.flags) or "",
             access=access,
         )
     except OSError as error:  # of the directory of orders, or of a store

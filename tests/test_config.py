@@ -534,6 +534,10 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
     (tmp_path / "there.idx").unlink()
     text = format_problems(check_files(parse(f"--data-path {tmp_path}/there")))
     assert f"try:     --data-path {tmp_path}/there_text_document" in text
+    for name in ("c2_text_document", "c1_text_document", "c1_chat", "c1_chat_loss_mask", "zz"):
+        (tmp_path / f"{name}.idx").touch()
+    text = format_problems(check_files(parse(f"--data-path {tmp_path}/c1_text_docment")))
+    assert f"try:     --data-path {tmp_path}/c1_text_document or {tmp_path}/c2_text_document or " in text and "mask" not in text
 
 
 def test_blends() -> None:

@@ -25,7 +25,7 @@ from megatron_lite.config.check_io import (
 )
 from megatron_lite.config.problem import ConfigError, Problem, nearest_name
 from megatron_lite.config.schema import ParallelConfig, RunConfig, TrainingConfig
-from megatron_lite.config.text_files import is_text_file
+from megatron_lite.config.text_files import is_text_file, near_prefixes
 
 if TYPE_CHECKING:
     from megatron_lite.mesh.layout import Layout
@@ -248,10 +248,9 @@ def check_files(config: RunConfig[Any]) -> list[Problem]:
                 what = f"--{flag.replace('_', '-')} {prefix}: {' and '.join(prefix + s for s in missing)} not found"
                 rule = "a prefix names PREFIX.bin and PREFIX.idx; preprocess_data.py writes PREFIX_text_document"
                 stem = next((prefix.removesuffix(s) for s in (".bin", ".idx") if prefix.endswith(s)), None)
-                guesses = (f"{prefix}_text_document", *([stem] if stem else []))
-                nearest = next((g for g in guesses if Path(g + ".idx").is_file()), "")
-                nearest = nearest and f"--{flag.replace('_', '-')} {nearest}"
-                if Path(prefix).is_file() and not nearest:
+                near = [stem] if stem and Path(stem + ".idx").is_file() else near_prefixes(prefix)
+                nearest = f"--{flag.replace('_', '-')} {' or '.join(near)}" if near else ""
+                if Path(prefix).is_file() and near != [stem]:
                     nearest = f"tools/preprocess_data.py --input {prefix} first, if that is text"
                 found.append(Problem(what, rule=rule, nearest=nearest))
     load, save = config.checkpoint.load, config.checkpoint.save

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,3 +38,15 @@ def name_of(path: str | Path) -> Name | None:
 def is_text_file(path: str) -> bool:
     """Whether an entry of ``--data-path`` is a file of text, and not a dataset's prefix."""
     return path != STANDARD_INPUT and "://" not in path and name_of(path) is not None
+
+
+def near_prefixes(prefix: str) -> list[str]:
+    """The datasets in the directory of a prefix that has none: longer names first, then those most like it; at most five."""
+    folder = Path(prefix).parent
+    there = [str(path).removesuffix(".idx") for path in folder.glob("*.idx")] if folder.is_dir() else []
+
+    def place(name: str) -> tuple[bool, float, str]:
+        return not name.startswith(prefix), -SequenceMatcher(None, os.path.basename(prefix), os.path.basename(name)).ratio(), name
+
+    there = [name for name in there if name != prefix and not name.endswith("_loss_mask")]
+    return sorted(there, key=place)[:5]

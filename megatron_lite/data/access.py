@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from megatron_lite.config.text_files import is_text_file
+from megatron_lite.config.text_files import is_text_file, near_prefixes
 from megatron_lite.data.index_format import DatasetMeta, prefix_paths
 from megatron_lite.data.remote import BlockCache, RemoteFile, is_remote, local_index
 
@@ -179,6 +179,5 @@ def _missing(bin_path: Path, idx_path: Path) -> str:
                 f"tokenizer), then {prefix}_text_document in place of {prefix}"
             )
         return f"{prefix} is a directory, not the prefix of a dataset" + (f"; in it are: {', '.join(held[:5])}" if held else "")
-    there = (str(path)[: -len(".idx")] for path in idx_path.parent.glob("*.idx")) if idx_path.parent.is_dir() else ()
-    near = sorted(there, key=lambda name: (not name.startswith(prefix), name))
-    return text + (f"; there are: {', '.join(near[:5])}" if near else "")
+    near = near_prefixes(prefix)
+    return text + (f"; there are: {', '.join(near)}" if near else "")

@@ -749,4 +749,4 @@ def test_tool_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["--input", str(tmp_path / "b.jsonl"), "--output-prefix", str(tmp_path / "out"), *NULL]) == 2
     assert "no such file" in capsys.readouterr().err
     assert cli.main(["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out")]) == 2
-    assert "needs --vocab-file" in capsys.readouterr().err
+    assert "no tokenizer is named: give --tokenizer-model" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from megatron_lite.clean import shards as clean_shards
 from megatron_lite.clean.shards import ShardWriter
 from megatron_lite.cli import preprocess as cli
 from megatron_lite.data.describe import verify
+from megatron_lite.data.index_format import DatasetMeta
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
 from megatron_lite.data.parts import merge
 from megatron_lite.text import run as engine
@@ -412,11 +413,71 @@ def test_a_finished_run_is_not_begun_again(tmp_path: Path, capsys: pytest.Captur
     assert cli.main([*tool, "--append-eod"]) == 2 and "a.jsonl has changed since" in capsys.readouterr().err
     os.utime(path, (1, 1))
     index, meta = (tmp_path / f"out_text_document.{suffix}" for suffix in SUFFIXES[1:])
+    assert cli.main([*tool, "--append-eod"]) == 2 and f"`touch {index}` says so" in capsys.readouterr().err
+    path.write_text('{"text": "1 2"}\n')
+    index.touch()
+    assert cli.main([*tool, "--append-eod"]) == 0
     index.write_bytes(index.read_bytes()[:-1])
     assert cli.main([*tool, "--append-eod"]) == 2 and "does not open" in capsys.readouterr().err
     index.write_bytes(before[index])
     meta.unlink()
     assert cli.main([*tool, "--append-eod"]) == 2 and "it has no .meta.json" in capsys.readouterr().err
+
+
+def test_a_finished_run_of_other_input_or_options_is_not_this_one(tmp_path: Path) -> None:
+    """Files of the same sizes, in another order or part, other options: what is there says so by itself, whatever the times are."""
+    files = [lines(tmp_path / f"{name}.jsonl", 40, 3) for name in ("a", "b", "c")]
+    run = partial(preprocess, output_prefix=str(tmp_path / "out"), resume=True)
+    run(files[:2], options=options(), part=(0, 2))
+    meta, record = tmp_path / "out_text_document.meta.json", json.loads((tmp_path / "out_text_document.meta.json").read_text())
+    size = files[0].stat().st_size
+    assert (record["made_of"]["files"], record["made_of"]["bytes"], record["made_of"]["part"]) == (2, 2 * size, [0, 2])
+    for inputs, part, more, why in (
+        (files[:2], (1, 2), {}, "part: 0/2 there, 1/2 now"),
+        (files[:2], None, {}, "part: 0/2 there, none now"),
+        (files, (0, 2), {}, f"the input: 2 files of {2 * size:,} bytes there, 3 files of {3 * size:,} bytes now"),
+        (files[1:], (0, 2), {}, f"the input: other names, sizes or order of the 2 files of {2 * size:,} bytes"),
+        (files[1::-1], (0, 2), {}, "the input: other names, sizes or order"),
+        (files[:2], (0, 2), {"skip_bad": True}, "skip_bad: False there, True now"),
+    ):
+        with pytest.raises(FileExistsError, match=f"would have made another: {why}"):
+            run(inputs, options=options(**more), part=part)
+    meta.write_text(json.dumps({name: value for name, value in record.items() if name != "made_of"}))  # as of before
+    assert IndexedDataset(tmp_path / "out_text_document").num_documents and verify(tmp_path / "out_text_document")[0] == []
+    with pytest.raises(FileExistsError, match="does not say of what it was made"):
+        run(files[:2], options=options(), part=(0, 2))
+
+
+def test_parts_of_a_run_are_joined_all_and_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{i} 1", "title": f"{i}"}) + "\n" for i in range(60)))
+    for name, parts in (("a", 3), ("b", 2)):
+        for i in range(parts):
+            preprocess([path], str(tmp_path / f"{name}{i}"), options(keys=("text", "title")), part=(i, parts))
+    preprocess([path], str(tmp_path / "whole"), options(keys=("text", "title")))
+
+    def join(*names: str) -> DatasetMeta:
+        return merge([tmp_path / f"{name}_document" for name in names], tmp_path / "out_text_document", overwrite=True)
+
+    for wrong, why in (
+        (["a0_text", "a2_text"], r"a0_text_document is one of 3 parts .*; missing is part 1/3$"),
+        (["a2_text"], "missing are part 0/3, part 1/3$"),
+        (["a0_text", "a1_text", "a1_text", "a2_text"], "part 1/3 is .*a1_text_document and .*a1_text_document"),
+        (["a0_text", "a2_text", "a1_text"], r"out of order: .*a0_text_document \(part 0/3\), .*a2_text_document \(part 2/3\), "),
+        (["a0_text", "a1_title", "a2_text"], "missing is part 1/3"),
+        (["a0_text", "a1_text", "a2_text", "b1_text"], "b1_text_document is one of 2 parts"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            join(*wrong)
+    assert join("a0_text", "a0_title", "a1_text", "a1_title", "a2_text", "a2_title", "whole_text").made_of is None
+    assert join("b0_title", "b1_title").to_json() == (tmp_path / "whole_title_document.meta.json").read_text()
+    record = tmp_path / "a1_text_document.meta.json"
+    record.write_text(json.dumps({name: value for name, value in json.loads(record.read_text()).items() if name != "made_of"}))
+    with pytest.raises(ValueError, match="missing is part 1/3"):
+        join("a0_text", "a1_text", "a2_text")
+    for i in (0, 2):
+        (tmp_path / f"a{i}_text_document.meta.json").unlink()
+    assert join("a0_text", "a2_text").made_of is None
 
 
 def test_temporaries_that_are_not_those_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

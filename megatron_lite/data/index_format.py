@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -122,6 +124,8 @@ class DatasetMeta:
         vocab_size: its true vocabulary size, or None.
         largest_id: the largest token id in ``.bin``, or None when there is no token.
         sha256_bin, sha256_idx: checksums of the two files, hexadecimal.
+        made_of: the text that it was made of and how (:mod:`megatron_lite.text.origin`), or None. Its ``part`` is [i, n] for
+            the dataset of the i-th of n parts, and all else in it is the same for the parts of one run.
     """
 
     sequences: int
@@ -135,6 +139,7 @@ class DatasetMeta:
     largest_id: int | None = None
     sha256_bin: str | None = None
     sha256_idx: str | None = None
+    made_of: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """The file's text."""
@@ -165,9 +170,9 @@ class DatasetMeta:
             raise ValueError(
                 f"{path}: not a description of format {META_FORMAT}; remove it to read the dataset without it"
             )
-        for field in dataclasses.fields(cls):  # whose types are "int", "str", "int | None" or "str | None"
+        for field in dataclasses.fields(cls):  # whose types are int, str or dict, and perhaps None
             value, kind = record.get(field.name), str(field.type)
-            if type(value) is not (int if kind.startswith("int") else str) and not (value is None and kind.endswith("None")):
+            if type(value).__name__ != re.split(r"\W", kind)[0] and not (value is None and kind.endswith("None")):
                 raise ValueError(f"{path}: {field.name} is {value!r}; remove the file to read the dataset without it")
         return cls(**{name: value for name, value in record.items() if name in names})
 

@@ -14,9 +14,9 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -62,14 +62,13 @@ class IndexedWriter:
         prefix: path without suffix; its directory is made.
         dtype: of the stored ids. Default: :func:`choose_dtype` of ``vocab_size``.
         vocab_size: true vocabulary size; ids at or above it are refused.
-        eod_id: the id that the caller appends to every document, recorded only.
-        tokenizer, tokenizer_flags: fingerprint of the tokenizer and the flags that name it, recorded only.
         overwrite: replace files that are there.
         empty: no document is no error.
         keep: :meth:`abort` leaves the temporary files, as being killed does.
         resume: go on with such files, from this state. They are read once, to be hashed, while new tokens come.
         mask: the unfinished writer of the loss mask of these tokens: :meth:`finish` publishes both or none, and at no time do
             tokens stand without their mask or beside another one's.
+        recorded: what else ``.meta.json`` is to say: ``eod_id``, ``tokenizer``, ``tokenizer_flags``, ``made_of`` of :class:`DatasetMeta`.
 
     Raises:
         FileExistsError: the files are there, or another process is writing them.
@@ -82,20 +81,18 @@ class IndexedWriter:
         *,
         dtype: np.dtype | type | str | None = None,
         vocab_size: int | None = None,
-        eod_id: int | None = None,
-        tokenizer: str | None = None,
-        tokenizer_flags: str | None = None,
         overwrite: bool = False,
         empty: bool = False,
         keep: bool = False,
         resume: WriterState | None = None,
         mask: IndexedWriter | None = None,
+        **recorded: Any,
     ) -> None:
         self.prefix = str(prefix)
         self.dtype = choose_dtype(vocab_size) if dtype is None else np.dtype(dtype).newbyteorder("<")
         dtype_code(self.dtype)
         self.vocab_size, self.overwrite = vocab_size, overwrite
-        self.eod_id, self.tokenizer, self.tokenizer_flags = eod_id, tokenizer, tokenizer_flags
+        self._recorded = DatasetMeta(0, 0, 0, self.dtype.name, vocab_size=vocab_size, **recorded)
         self._empty, self._keep, self._mask = empty, keep, mask
         start = resume or WriterState(0, 0, 0, -1, "")
         self.sequences, self.documents, self.tokens = start.sequences, start.documents, start.tokens
@@ -310,15 +307,11 @@ class IndexedWriter:
             raise ValueError(f"{self.prefix}: no documents were written")
         self._flush()
         sha256_idx = self._complete_index()
-        meta = DatasetMeta(
+        meta = replace(
+            self._recorded,
             sequences=self.sequences,
             documents=self.documents,
             tokens=self.tokens,
-            dtype=self.dtype.name,
-            eod_id=self.eod_id,
-            tokenizer=self.tokenizer,
-            tokenizer_flags=self.tokenizer_flags,
-            vocab_size=self.vocab_size,
             largest_id=self._largest if self._largest >= 0 else None,
             sha256_bin=self._appender.digest(),
             sha256_idx=sha256_idx,

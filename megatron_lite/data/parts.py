@@ -7,6 +7,7 @@ output appears complete or not at all.
 from __future__ import annotations
 
 import contextlib
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -93,22 +94,28 @@ def merge(
     """Join datasets into one, document after document; with ``masks``, their loss masks too.
 
     End-of-document id, tokenizer and vocabulary size of those that have a ``.meta.json`` must agree, and are recorded when
-    all have one; so are the tokenizer's flags where they agree. Some of the datasets may be empty.
+    all have one; so are the tokenizer's flags where they agree. All parts of one run have together the record of the whole.
+    Some of the datasets may be empty.
 
     Raises:
-        ValueError: an index is damaged, nothing to join, no document in any of them, different dtypes, different ids or tokenizers.
+        ValueError: an index is damaged, nothing to join, no document in any of them, different dtypes, different ids or
+            tokenizers, or of the parts of a run one is missing, there twice or out of order.
         FileExistsError: the output is there and ``overwrite`` is off.
     """
     if not prefixes:
         raise ValueError(f"nothing to join into {out}")
     facts: dict[str, dict[object, str]] = {name: {} for name in ("dtype", *_FACTS)}
     described, documents = True, 0
+    records: list[tuple[str, dict[str, Any]]] = []
     for prefix in map(str, prefixes):
         with contextlib.closing(IndexedDataset(prefix)) as dataset:
             facts["dtype"].setdefault(dataset.dtype, prefix)
             described, documents = described and dataset.meta is not None, documents + dataset.num_documents
             for name in _FACTS if dataset.meta is not None else ():
                 facts[name].setdefault(getattr(dataset.meta, name), prefix)
+            if dataset.meta is not None and dataset.meta.made_of is not None:
+                records.append((prefix, dataset.meta.made_of))
+    _check_parts(records)
     if not documents:
         raise ValueError(f"nothing to join into {out}: no document is in any of the {len(prefixes)} datasets")
     if len(facts["tokenizer_flags"]) > 1:
@@ -120,7 +127,34 @@ def merge(
             hint = "; one was made with --append-eod and one without" if name == "eod_id" and None in values else ""
             raise ValueError(f"datasets of different {name} cannot be joined: {listed}{hint}")
     common = {name: next(iter(values), None) for name, values in facts.items() if described or name == "dtype"}
+    of_whole = [{**record, "part": None} for _, record in records]
+    of_one_run = len(records) == len(prefixes) and all(record == of_whole[0] for record in of_whole)
+    if of_one_run and (len(records) == 1 or all(record["part"] for _, record in records)):
+        common["made_of"] = of_whole[0]
     return _write([(str(prefix), None) for prefix in prefixes], str(out), common, overwrite, masks)
+
+
+def _check_parts(records: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Raises ValueError where of the parts of a run one is missing, there twice or out of order. Each record with its prefix.
+
+    The names of the input may differ: each part may have read a copy of its own.
+    """
+    runs: dict[str, list[tuple[int, str]]] = {}
+    for prefix, record in records:
+        if record.get("part"):
+            index, parts = record["part"]
+            run = {**record, "part": parts, "names_and_sizes": None}
+            runs.setdefault(json.dumps(run, sort_keys=True), []).append((index, prefix))
+    for key, found in runs.items():
+        parts, indices = json.loads(key)["part"], [index for index, _ in found]
+        if indices == list(range(parts)):
+            continue
+        missing = [f"part {i}/{parts}" for i in range(parts) if i not in {*indices}]
+        twice = [f"part {i}/{parts} is {' and '.join(p for j, p in found if j == i)}" for i in range(parts) if indices.count(i) > 1]
+        order = [f"{p} (part {i}/{parts})" for i, p in found]
+        wrong = f"missing {'is' if len(missing) == 1 else 'are'} {', '.join(missing[:20])}" if missing else "; ".join(twice[:20])
+        wrong = wrong or f"they are out of order: {', '.join(order[:20])}"
+        raise ValueError(f"{found[0][1]} is one of {parts} parts of a run, which are joined all, once each and in order; {wrong}")
 
 
 def _check_index(dataset: IndexedDataset) -> None:

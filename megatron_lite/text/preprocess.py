@@ -62,7 +62,7 @@ class _Texts(Job):
         if len(set(keys)) != len(keys):
             raise ValueError(f"--json-keys {' '.join(keys)}: each key once, since each has an output of its own")
         own = {"json_keys": list(keys), "append_eod": options.append_eod, "split_sentences": options.split_sentences}
-        outputs = [options.output(prefix, key) for key in keys]
+        outputs = {options.output(prefix, key): key for key in keys}
         super().__init__(outputs, replace(reading, keys=keys), options, options.append_eod, separator=reading.separator, **own)
 
     def texts(self, block: Block) -> list[str]:

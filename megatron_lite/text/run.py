@@ -26,12 +26,12 @@ import numpy as np
 
 from megatron_lite.data.index_format import mask_prefix, prefix_paths
 from megatron_lite.data.index_writer import IndexedWriter, WriterState, publish_left, refuse_existing, remove_dataset
-from megatron_lite.data.indexed import IndexedDataset, open_mask
 from megatron_lite.data.locked_file import interrupts_held
 from megatron_lite.text.blocks import Block, InputOptions, Lines
 from megatron_lite.text.encode import Counts, Encoded, Work, encoder_in_worker
 from megatron_lite.text.inputs import STANDARD_INPUT, called
 from megatron_lite.text.journal import Finished, Identity, Journal
+from megatron_lite.text.origin import found_complete, made_of
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.progress import Progress, told
 from megatron_lite.text.records import BadInput, count_lines
@@ -88,7 +88,7 @@ class Job(ABC):
     """What a run makes of its input: a dataset of tokens for each of ``outputs``, perhaps with a loss mask beside it.
 
     Args:
-        outputs: prefixes of the datasets.
+        outputs: prefixes of the datasets, and the key of a record that each is made of.
         reading: how files are read.
         options: what is done to the records: ``tokenizer`` (makes it), ``fast``, ``skip_bad``, ...
         ends: the tokenizer's end-of-document token ends each document.
@@ -97,7 +97,7 @@ class Job(ABC):
     Attributes:
         mask: a loss mask is written beside each output.
         called: what a record is.
-        recorded: what ``.meta.json`` of the outputs says of how they were made.
+        recorded: what ``.meta.json`` of the outputs says of the tokenizer.
 
     Raises:
         ValueError: a tokenizer that cannot be used: before any work.
@@ -106,7 +106,7 @@ class Job(ABC):
     mask = False
     called = "documents"
 
-    def __init__(self, outputs: list[str], reading: InputOptions, options: Any, ends: bool, **identity: Any) -> None:
+    def __init__(self, outputs: dict[str, str], reading: InputOptions, options: Any, ends: bool, **identity: Any) -> None:
         self.outputs, self.reading, self.options = outputs, reading, options
         self.tokenizer = tokenizer = options.tokenizer()
         self.encoder = Encoder(tokenizer)
@@ -128,10 +128,16 @@ class Job(ABC):
     def check(self, counts: Counts) -> None:  # noqa: B027  of most jobs there is nothing to say
         """Raises BadInput where what was made of everything is of no use."""
 
-    def writers(self, states: Sequence[WriterState], **options: Any) -> Iterator[IndexedWriter]:
+    def record(self, output: str, inputs: Sequence[Path], part: Part | None) -> dict[str, Any]:
+        """What ``.meta.json`` of an output says of the input."""
+        options = {name: value for name, value in self.identity.items() if name not in self.recorded}
+        return made_of(inputs, part, self.outputs[output], options)
+
+    def writers(self, states: Sequence[WriterState], records: dict[str, Any], **options: Any) -> Iterator[IndexedWriter]:
         """A writer for each column of a block, that of a mask before that of its output.
 
-        They go on from the states, if there are any; the options are those of :class:`IndexedWriter`.
+        They go on from the states, if there are any, and record of each output what is given; the options are those of
+        :class:`IndexedWriter`.
         """
         left = iter(states)
         for output in self.outputs:
@@ -140,8 +146,8 @@ class Job(ABC):
                 own = {**options, "overwrite": True}
                 mask = IndexedWriter(mask_prefix(output), dtype=np.uint8, resume=next(left, None), **own)
                 yield mask
-            flags = self.tokenizer.flags
-            yield IndexedWriter(output, tokenizer_flags=flags, resume=next(left, None), mask=mask, **self.recorded, **options)
+            facts = {"tokenizer_flags": self.tokenizer.flags, "made_of": records[output], **self.recorded}
+            yield IndexedWriter(output, resume=next(left, None), mask=mask, **facts, **options)
 
     @staticmethod
     @abstractmethod
@@ -204,8 +210,10 @@ def run_job(
     journal = Journal(prefix, identity, keep=resume)
     finished = journal.find() if resume else None
     complete = finished is not None and finished.complete
+    records = {output: job.record(output, inputs, part) for output in job.outputs}
     if resume and not overwrite and not journal.found and all(prefix_paths(p)[1].exists() for p in job.outputs):
-        raise AlreadyComplete("\n".join(_found_complete(output, job, inputs) for output in job.outputs))
+        there = [found_complete(output, inputs, job.recorded, records[output], job.mask, job.called) for output in job.outputs]
+        raise AlreadyComplete("\n".join(there))
     for output in () if overwrite or complete else job.outputs:
         refuse_existing(output, with_mask=job.mask)  # before a journal is begun
     total = Counts()
@@ -220,7 +228,7 @@ def run_job(
                 return finished.counts
             states = finished.outputs if finished is not None else []
             writers = []
-            for writer in job.writers(states, overwrite=overwrite, empty=part is not None, keep=resume):
+            for writer in job.writers(states, records, overwrite=overwrite, empty=part is not None, keep=resume):
                 stack.callback(writer.abort)  # does nothing once it has been finished
                 writers.append(writer)
         left = whole if finished is None else after(whole, finished.place)
@@ -273,33 +281,6 @@ def _write_all(
         taken = share.taken(block)
         progress.show(total, taken)
     return taken
-
-
-def _found_complete(output: str, job: Job, inputs: Sequence[Path]) -> str:
-    """What is there, in words. Raises FileExistsError where this run would not have made it, as far as it can be seen."""
-    try:
-        with closing(IndexedDataset(output)) as dataset:
-            size = f"{dataset.num_documents:,} {job.called}, {dataset.num_tokens:,} tokens"
-            meta, has_mask = dataset.meta, open_mask(dataset) is not None
-    except (OSError, ValueError) as error:
-        raise FileExistsError(
-            f"{output} is there and does not open ({error}): give another prefix, or --overwrite"
-        ) from None
-    differ = ["it has no .meta.json, which says how it was made"] if meta is None else []
-    for name, now in {} if meta is None else job.recorded.items():
-        there = getattr(meta, name)
-        differ += [f"{name}: {there} there, {now} now"] if there != now else []
-    if has_mask != job.mask:
-        differ.append(f"it has {'a' if has_mask else 'no'} loss mask")
-    made = prefix_paths(output)[1].stat().st_mtime
-    for state, path in [(path.stat(), path) for path in inputs if path.is_file()]:
-        if max(state.st_mtime, state.st_ctime) > made:  # what is moved or copied there may keep its old time of writing
-            differ.append(f"{path} has changed since")
-    if differ:
-        raise FileExistsError(
-            f"{output} is there, and this run would have made another: {'; '.join(differ)}. Give another prefix, or --overwrite"
-        )
-    return f"{output} is complete: {size}; nothing is left to do"
 
 
 def _files(inputs: Sequence[Path]) -> list[list[Any]]:

@@ -57,9 +57,9 @@ def refuse_header(template: ChatTemplate) -> None:
     """Raises ValueError where what says that the assistant speaks would count."""
     if template.tried is not None and (header := template.tried.header):
         raise ValueError(
-            f"the chat template writes nothing for add_generation_prompt, so the loss would count {header!r} before each answer: "
-            f"end the template with {{% if add_generation_prompt %}}...{{% endif %}} around the beginning of an answer, as it writes "
-            "it before one, or put {% generation %} ... {% endgeneration %} around each answer and its end token"
+            f"the chat template writes nothing for add_generation_prompt, so the loss would count {header.strip()!r} before each answer: "
+            f"put {{% if add_generation_prompt %}}{{{{ {header!r} }}}}{{% endif %}} at its end, or {{% generation %}} ... "
+            "{% endgeneration %} around each answer and its end token"
         )
 
 

@@ -139,7 +139,7 @@ class ChatTemplate:
         header = whole.text[len(asked) : at] if asked == before and not self.marks else ""
         behind = at + len(_ANSWER)
         stop = next((b for a, b in whole.marked if a <= at < b), behind) if self.marks else len(whole.text)
-        return Tried(header.strip(), whole.text[behind:stop].strip(), whole.text[stop:].strip(), _BESIDE in whole.text)
+        return Tried(header if header.strip() else "", whole.text[behind:stop].strip(), whole.text[stop:].strip(), _BESIDE in whole.text)
 
     def unread(self, messages: Sequence[dict[str, Any]]) -> set[str]:
         """Keys of messages that say something and that it does not read: they are nowhere in it, and it does not write all."""
@@ -150,11 +150,11 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class Tried:
-    """What a template writes around an answer, without white space at the ends.
+    """What a template writes around an answer.
 
     Attributes:
         header: before it, where ``add_generation_prompt`` changes nothing and there are no marks: it would count.
-        end, outside: behind it, as far as it counts; and behind that.
+        end, outside: behind it, as far as it counts, and behind that; without white space at the ends.
         writes_all: it writes messages with all their keys.
     """
 

@@ -190,7 +190,7 @@ OUTSIDE = "{% generation %}{{ message.content }}{% endgeneration %}<|im_end|>"
     [
         (CHATML.replace("im_end", "stop"), "'<|stop|>' behind an answer, and this tokenizer has that as plain text ("),
         (CHATML_MARKED.replace(ANSWER, OUTSIDE), "'<|im_end|>' behind an answer, and that belongs into its {% generation %} block\n"),
-        (CHATML_MARKED.replace(ANSWER, OUTSIDE.replace("im_end", "stop")), "{% generation %} block; this tokenizer has that as plain text ("),
+        (CHATML_MARKED.replace(ANSWER, OUTSIDE.replace("im_end", "stop")), "block; this tokenizer has that as plain text ("),
         ("{% for m in messages %}<s>{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", "writes none behind an answer"),
     ],
 )  # fmt: skip

@@ -62,6 +62,7 @@ def sandbox(now: datetime) -> Any:
 
 
 def refuse_chance(tree: Any) -> None:
+    """Raises ValueError for a template that draws at random."""
     from jinja2 import meta, nodes
 
     filters = {node.name for node in tree.find_all(nodes.Filter)}

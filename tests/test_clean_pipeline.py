@@ -251,6 +251,28 @@ def test_bad_records_end_the_run_and_leave_nothing(tmp_path: Path) -> None:
         assert [p.name for p in tmp_path.iterdir()] == ["bad.jsonl"]
 
 
+@pytest.mark.parametrize(("workers", "parts"), [(1, 1), (2, 1), (1, 3)])
+def test_bad_records_are_found_again(workers: int, parts: int, tmp_path: Path) -> None:
+    """The first five of a reason in the report, all of them among the dropped documents, whatever reads them."""
+    paths = [tmp_path / f"{n}.jsonl" for n in range(3)]
+    for path in paths:
+        path.write_bytes(BAD.encode() * 3 + b'{"text": "caf\xe9"}\n')
+    for part in [*range(parts)] * parts:
+        with suppress(PartsMissing):
+            one_run(tmp_path, paths, part, parts, workers=workers, skip_bad=True)
+    report = json.loads((tmp_path / "report.json").read_text())
+    numbers = [(path, line) for path in paths for line in range(1, 23)]
+    wanted = {f"{path}:{line}" for path, line in [(path, n) for path, n in numbers if n % 7 == 2][:5]}
+    samples = report["records"]["bad_samples"]
+    assert {s["place"] for s in samples if "is a number, not a string" in s["reason"]} == wanted
+    assert {s["text"] for s in samples if s["place"].endswith(":22")} == {'{"text": "caf\ufffd"}'}
+    found = [line for line in lines_of(tmp_path / "dropped") if line["step"] == "reading"]
+    assert [line["dropped_at"] for line in found] == [f"{path}:{n}" for path, n in numbers if n % 7 not in (0, 1) or n == 22]
+    assert found[0]["line"] == '{"text": 5}' and found[15]["line"] == '{"text": "caf\\xe9"}'
+    assert "(character 14 of the line)" in found[15]["dropped_detail"]
+    assert f"bad: an array, not an object (JSON lines have one object per line) (the first is {paths[0]}:3)" in summary(report)
+
+
 def test_bad_records_are_skipped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(BAD)
@@ -415,7 +437,7 @@ def page_of(directory: Path) -> tuple[dict[str, Any], LexborHTMLParser]:
     page = LexborHTMLParser((directory / "out.html").read_text())
     cells, text = {node.text() for node in page.css("td")}, page.body.text() if page.body else ""
     assert [json.loads(node.text()) for node in page.css("details > pre")[-2:]] == [report["inputs"], report["pipeline"]]
-    names = {*report, *report["records"], *report["total"], *report["steps"][0], "place", "source", "reason", "text"}
+    names = {*report, *report["records"], *report["total"], *report["steps"][0], "place", "source", "reason", "detail", "text"}
     for name, value in leaves({**report, "inputs": [], "pipeline": []}):
         if isinstance(value, str):
             assert value in text or value in names, (name, value)

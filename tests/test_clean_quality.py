@@ -85,6 +85,21 @@ def test_rows_keep_prose_of_their_language(quality: Quality, documents: list[Lab
         assert some and all(reason(quality, text, code) is None for text in some), code
 
 
+def test_what_was_measured_is_told_beside_the_rule() -> None:
+    """The rule is of a few words that many documents share; the detail names the option, the value and the bound."""
+    quality = Quality(QualityOptions(max_symbols=0.2))
+    texts = ["ab+=|", "{", "word " * 3, "x" * 80 + " and" * 50, "天" * 60]
+    some = [Document(text, language=code) for text, code in zip(texts, ("en", "en", "en", "en", "zh"), strict=True)]
+    quality.apply([*some, Document("Kissa istuu.", language="fi")])
+    assert [(d.dropped, d.detail) for d in some] == [
+        ("too much of the text is symbols", "max_symbols: 3 of 5 (0.6) > 0.2"),
+        ("curly bracket", "curly_bracket"),
+        ("too few words", "bounds.en.min_words: 3 < 50"),
+        ("a 2-gram is too much of the text", "bounds.en.top_ngrams, 2: 294 of 230 (1.278) > 0.2"),
+        ("too few stop words", "bounds.zh.min_stop_words: 0 < 2"),
+    ]
+
+
 def test_a_language_without_a_row_passes_the_rules_of_languages(documents: list[Labels]) -> None:
     quality = Quality(QualityOptions())
     assert "fi" not in LANGUAGES

@@ -44,7 +44,8 @@ STEPS: Mapping[str, str] = {
 }
 
 
-DROPPED_FIELDS = ("dropped", "step")  # of a dropped document: the reason, and what dropped it
+# Of a dropped document: the reason, what dropped it, what was measured, and where it was read.
+DROPPED_FIELDS = ("dropped", "step", "dropped_detail", "dropped_at")
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,13 @@ from hashlib import blake2b
 from typing import Any
 
 from megatron_lite.clean.config import StepConfig
+from megatron_lite.clean.documents import Bad
 from megatron_lite.clean.step import Document
+from megatron_lite.text.records import excerpt
 
 SAMPLES = 8  # dropped documents that the report shows for each step
 _SHOWN = 400  # characters of them
+BAD_SAMPLES = 5  # bad records that the report shows for each reason: the first ones
 SOURCES = 10_000  # that are told apart, or the counts of one source for each document would fill the memory
 OTHERS = "all other sources"
 
@@ -46,7 +49,7 @@ class Sample:
     Attributes:
         hash: keyed by the step; the lowest are kept.
         number: of the document.
-        source, reason, text: as of the document, its text cut.
+        source, reason, text, detail: as of the document, its text cut.
     """
 
     hash: str
@@ -54,12 +57,30 @@ class Sample:
     source: str
     reason: str
     text: str
+    detail: str
 
     @staticmethod
     def of(document: Document, step: str) -> Sample:
         """A document dropped by ``step``."""
         digest = blake2b(document.number.to_bytes(8, "little"), key=step.encode()[:64], digest_size=8).hexdigest()
-        return Sample(digest, document.number, document.source, document.dropped or "", document.text[:_SHOWN])
+        reason, text = document.dropped or "", document.text[:_SHOWN]
+        return Sample(digest, document.number, document.source, reason, text, document.detail)
+
+
+@dataclass(frozen=True, order=True)
+class BadSample:
+    """A bad record that the report shows.
+
+    Attributes:
+        number, place, reason, detail: as of :class:`~megatron_lite.clean.documents.Bad`.
+        text: its beginning.
+    """
+
+    number: int
+    place: str
+    reason: str
+    detail: str
+    text: str
 
 
 def _bins(data: dict[str, int]) -> Counter[int]:
@@ -160,7 +181,9 @@ class StageCounts:
 
     Attributes:
         steps: position of a step in the pipeline -> its counts.
-        read, empty, bad: of the input, as of :class:`~megatron_lite.clean.documents.Records`.
+        read, empty: of the input, as of :class:`~megatron_lite.clean.documents.Records`.
+        bad: reason -> records that are none.
+        bad_samples: the first of them for each reason, in the order of the corpus.
         first, last: numbers of the documents that it wrote; None: there were none.
         lengths: of the output's documents, as ``lengths_in`` of a step; empty where the stage is not the last.
         decided: position of a corpus step that was decided while reading -> bucket -> what that gave
@@ -171,6 +194,7 @@ class StageCounts:
     read: Counter[str] = field(default_factory=Counter)
     empty: int = 0
     bad: Counter[str] = field(default_factory=Counter)
+    bad_samples: list[BadSample] = field(default_factory=list)
     first: int | None = None
     last: int | None = None
     lengths: Counter[int] = field(default_factory=Counter)
@@ -180,6 +204,14 @@ class StageCounts:
         """The counts of a step."""
         return self.steps.setdefault(position, StepCounts())
 
+    def add_bad(self, records: Sequence[Bad]) -> None:
+        """Count bad records of a block of the input; nothing was counted before."""
+        for bad in records:
+            reason = bad.why.reason
+            self.bad[reason] += 1
+            if self.bad[reason] <= BAD_SAMPLES:
+                self.bad_samples.append(BadSample(bad.number, bad.place, reason, bad.detail, excerpt(bad.line)))
+
     def add(self, other: StageCounts, steps: Sequence[StepConfig]) -> None:
         """Add what the next documents gave; ``steps`` are the pipeline's."""
         for position, counts in other.steps.items():
@@ -187,6 +219,10 @@ class StageCounts:
         self.read.update(other.read)
         self.empty += other.empty
         self.bad.update(other.bad)
+        by_reason: dict[str, list[BadSample]] = {}
+        for sample in (*self.bad_samples, *other.bad_samples):
+            by_reason.setdefault(sample.reason, []).append(sample)
+        self.bad_samples = sorted(s for samples in by_reason.values() for s in heapq.nsmallest(BAD_SAMPLES, samples))
         self.first = other.first if self.first is None else self.first
         self.last = self.last if other.last is None else other.last
         self.lengths.update(other.lengths)
@@ -215,6 +251,7 @@ class StageCounts:
             Counter(data["read"]),
             data["empty"],
             Counter(data["bad"]),
+            [BadSample(**sample) for sample in data["bad_samples"]],
             data["first"],
             data["last"],
             _bins(data["lengths"]),

@@ -15,11 +15,35 @@ from typing import Any
 
 import orjson
 
-from megatron_lite.clean.config import Keys
+from megatron_lite.clean.config import DROPPED_FIELDS, Keys
 from megatron_lite.clean.json_line import with_fields
 from megatron_lite.clean.step import LINE_BITS, Document
 from megatron_lite.text.blocks import Block, Lines
 from megatron_lite.text.records import BadInput, BadRecord, numbered_lines, parse_object, refusal, text_of
+
+READING = "reading"  # what stands for the step that dropped a bad record
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A record that is none.
+
+    Attributes:
+        number: its place, as a document's.
+        place: file and line, for people.
+        why: what is wrong.
+        line: of it, or its start where it is no line.
+    """
+
+    number: int
+    place: str
+    why: BadRecord
+    line: bytes
+
+    @property
+    def detail(self) -> str:
+        """What is wrong in this one, besides the reason that many have in common."""
+        return str(self.why).removeprefix(self.why.reason).strip()
 
 
 @dataclass
@@ -30,13 +54,13 @@ class Records:
         documents: with a text that is not blank.
         read: source -> records, blank ones included.
         empty: records whose text is blank.
-        bad: reason -> records that are none.
+        bad: records that are none.
     """
 
     documents: list[Document] = field(default_factory=list)
     read: Counter[str] = field(default_factory=Counter)
     empty: int = 0
-    bad: Counter[str] = field(default_factory=Counter)
+    bad: list[Bad] = field(default_factory=list)
 
 
 def read_block(file: int, block: Block, base: int, keys: Keys, skip_bad: bool) -> Records:
@@ -48,9 +72,10 @@ def read_block(file: int, block: Block, base: int, keys: Keys, skip_bad: bool) -
     found = Records()
     for number, line, record in _records(block, keys):
         if isinstance(record, BadRecord):
+            place = f"{block.file}:{number}"
             if not skip_bad:
-                raise BadInput(f"{block.file}:{number}: {refusal(record, line)}")
-            found.bad[record.reason] += 1
+                raise BadInput(f"{place}: {refusal(record, line)}")
+            found.bad.append(Bad(file << LINE_BITS | base + number, place, record, line))
             continue
         text = record[keys.text_key]
         source = _source(record, keys.source_key, block.file)
@@ -136,9 +161,16 @@ def _changes(document: Document, keys: Keys) -> dict[str, Any]:
     return changed
 
 
-def dropped_line(document: Document, keys: Keys, step: str) -> bytes:
-    """The record of a dropped document as the step saw it, with the reason and the step."""
-    return with_fields(_line(document), {**_changes(document, keys), "dropped": document.dropped, "step": step})
+def dropped_line(document: Document, keys: Keys, step: str, place: str) -> bytes:
+    """The record of a dropped document as the step saw it, with the :data:`DROPPED_FIELDS`."""
+    about = zip(DROPPED_FIELDS, (document.dropped, step, document.detail, place), strict=True)
+    return with_fields(_line(document), {**_changes(document, keys), **dict(about)})
+
+
+def bad_line(bad: Bad) -> bytes:
+    """A bad record among the dropped documents, under ``line``; bytes of it that are not UTF-8 as ``\\xff``."""
+    about = zip(DROPPED_FIELDS, (bad.why.reason, READING, bad.detail, bad.place), strict=True)
+    return orjson.dumps({"line": bad.line.decode("utf-8", "backslashreplace"), **dict(about)})
 
 
 def spool_line(document: Document, keys: Keys) -> bytes:

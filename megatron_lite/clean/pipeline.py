@@ -100,7 +100,7 @@ class Run:
         self.pipeline, self.inputs, self.options, self.say = pipeline, list(inputs), options, say
         self.alone = options.parts == 1
         self._number = uuid4().hex  # of this run alone
-        self.stages = cut(pipeline, self.alone, options.keep_dropped is not None, options.skip_bad)
+        self.stages = cut(pipeline, self.alone, tuple(map(str, inputs)), options.keep_dropped is not None, options.skip_bad)
         self.work = WorkDirectory(options.work or output.with_name(f"{output.name}.work"), options.part, options.parts)
         self._worker = Worker(self.stages, self.work)
         self._pool: OrderedPool | None = None
@@ -364,10 +364,10 @@ class Run:
             empty, bad = report["records"]["empty"], report["records"]["bad"]
             why = "".join(f"; {n:,} bad: {reason}" for reason, n in bad.items())
             raise BadInput(f"no document in {called(self.inputs)}: {empty:,} empty and {sum(bad.values()):,} bad records{why}")
-        kept = report["total"]["documents_out"]
+        kept, records = report["total"]["documents_out"], report["records"]
         self.documents.write(len(self.stages) - 1, known_as, kept)
         if self.dropped is not None:
-            self.dropped.write(len(self.stages), known_as, report["total"]["documents_in"] - kept)
+            self.dropped.write(len(self.stages), known_as, records["documents"] + sum(records["bad"].values()) - kept)
             self.dropped.publish(known_as)
         self._publish_saved(known_as)
         for (path, draft), data in zip(self._pages(), (as_html(report), as_json(report)), strict=False):

@@ -19,9 +19,17 @@ import numpy as np
 
 from megatron_lite.clean.config import Keys, Pipeline, StepConfig
 from megatron_lite.clean.counts import StageCounts, StepCounts
-from megatron_lite.clean.documents import dropped_line, output_line, read_block, read_spool, spool_line, spooled_numbers
+from megatron_lite.clean.documents import (
+    bad_line,
+    dropped_line,
+    output_line,
+    read_block,
+    read_spool,
+    spool_line,
+    spooled_numbers,
+)
 from megatron_lite.clean.pipeline_work import WorkDirectory
-from megatron_lite.clean.step import CorpusStep, Document, LocalStep, place_of
+from megatron_lite.clean.step import CorpusStep, Document, LocalStep, place_name, place_of
 from megatron_lite.text import blocks
 from megatron_lite.text.records import BadInput
 
@@ -43,6 +51,7 @@ class Stage:
         applied: position of the corpus step whose decisions are applied first; None: there is none.
         steps: positions of the steps that follow: local ones, and corpus steps that decide as the documents pass.
         keyed: position of the corpus step whose keys come last; None: the documents are the output.
+        inputs: names of the files.
         keep_dropped: write dropped documents too.
         skip_bad: leave bad records out and count them.
     """
@@ -52,6 +61,7 @@ class Stage:
     applied: int | None
     steps: tuple[int, ...]
     keyed: int | None
+    inputs: tuple[str, ...] = ()
     keep_dropped: bool = False
     skip_bad: bool = False
 
@@ -72,7 +82,9 @@ class Stage:
         return self.pipeline.labels()[position]
 
 
-def cut(pipeline: Pipeline, alone: bool, keep_dropped: bool = False, skip_bad: bool = False) -> list[Stage]:
+def cut(
+    pipeline: Pipeline, alone: bool, inputs: tuple[str, ...] = (), keep_dropped: bool = False, skip_bad: bool = False
+) -> list[Stage]:
     """The stages of a pipeline; ``alone``: one part does it all, so steps that can decide while reading do."""
     stages: list[Stage] = []
     applied: int | None = None
@@ -80,7 +92,7 @@ def cut(pipeline: Pipeline, alone: bool, keep_dropped: bool = False, skip_bad: b
     for position, step in [*enumerate(pipeline.steps), (None, None)]:
         ends = step is None or (issubclass(step.kind, CorpusStep) and not (alone and not step.kind.needs_barrier))
         if ends:
-            stages.append(Stage(len(stages), pipeline, applied, tuple(steps), position, keep_dropped, skip_bad))
+            stages.append(Stage(len(stages), pipeline, applied, tuple(steps), position, inputs, keep_dropped, skip_bad))
             applied, steps = position, []
         elif position is not None:
             steps.append(position)
@@ -172,6 +184,7 @@ class StageWorker:
     def __call__(self, block: Block) -> Generator[Question, np.ndarray, Done]:
         """Take one block through the stage. Raises StepFailed."""
         done, stage = Done(), self._stage
+        gone: list[tuple[int, bytes]] = []  # number and line of what is dropped
         if block.block is None:
             documents = read_spool(block.spool, stage.keys)
         else:
@@ -181,8 +194,9 @@ class StageWorker:
                 done.error = str(error)
                 return done
             documents = records.documents
-            done.counts.read, done.counts.empty, done.counts.bad = records.read, records.empty, records.bad
-        gone: list[tuple[int, bytes]] = []  # number and line of what is dropped
+            done.counts.read, done.counts.empty = records.read, records.empty
+            done.counts.add_bad(records.bad)
+            gone += [(bad.number, bad_line(bad)) for bad in records.bad if stage.keep_dropped]
         for position, step in self._steps.items():
             apply: Callable[[Sequence[Document]], None]
             if position == stage.keyed:
@@ -199,7 +213,7 @@ class StageWorker:
             documents, dropped = self._pass(block, done.counts.step(position), position, documents, apply)
             if stage.keep_dropped and dropped:
                 label = stage.label(position)
-                gone += [(d.number, dropped_line(d, stage.keys, label)) for d in dropped]
+                gone += [(d.number, dropped_line(d, stage.keys, label, place_name(d.number, stage.inputs))) for d in dropped]
         if stage.keyed is not None:
             done.keys = self._keys(block, stage.keyed, documents)
             done.counts.step(stage.keyed).done.update(taken(self._steps[stage.keyed].counts))

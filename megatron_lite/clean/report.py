@@ -15,7 +15,7 @@ from typing import Any
 from megatron_lite.clean.config import Pipeline, StepConfig
 from megatron_lite.clean.counts import OTHERS, SOURCES, Flow, Sample, StageCounts, StepCounts
 from megatron_lite.clean.saved import pipeline_warnings
-from megatron_lite.clean.step import NO_BOUNDS, NO_LANGUAGE, Facts, place_of
+from megatron_lite.clean.step import NO_BOUNDS, NO_LANGUAGE, Facts, place_name
 from megatron_lite.config.values import plain
 
 _FORMAT = "megatron-lite cleaning report"
@@ -57,6 +57,7 @@ def report_data(pipeline: Pipeline, inputs: Sequence[str], counts: StageCounts) 
             "documents": total["documents_in"],
             "empty": counts.empty,
             "bad": _by_count(counts.bad),
+            "bad_samples": [{n: v for n, v in plain(sample).items() if n != "number"} for sample in counts.bad_samples],
         },
         "total": _rates(total),
         "sources": sources,
@@ -133,13 +134,8 @@ def _lengths(bins: Mapping[int, int]) -> dict[str, int]:
 
 
 def _sample(sample: Sample, inputs: Sequence[str]) -> dict[str, Any]:
-    file, record = place_of(sample.number)
-    return {
-        "place": f"{inputs[file]}:{record}",
-        "source": sample.source,
-        "reason": sample.reason,
-        "text": sample.text,
-    }
+    told = {name: value for name, value in plain(sample).items() if name not in ("hash", "number")}
+    return {"place": place_name(sample.number, inputs), **told}
 
 
 def is_report(path: Path) -> bool:
@@ -161,7 +157,8 @@ def summary(report: dict[str, Any]) -> str:
     records, total = report["records"], report["total"]
     bad = sum(records["bad"].values())
     lines = [f"{records['read']:,} records read: {records['documents']:,} documents, {records['empty']:,} empty, {bad:,} bad"]
-    lines += [f"  {n:,} bad: {reason}" for reason, n in records["bad"].items()]
+    first = {sample["reason"]: sample["place"] for sample in reversed(records["bad_samples"])}
+    lines += [f"  {n:,} bad: {reason} (the first is {first[reason]})" for reason, n in records["bad"].items()]
     width = max(len(step["step"]) for step in report["steps"])
     for step in report["steps"]:
         flow = step["total"]

@@ -31,6 +31,8 @@ def as_html(report: dict[str, Any]) -> bytes:
     rows: list[tuple[Cell, ...]] = [(name, records[name]) for name in ("read", "documents", "empty")]
     rows += [(f"bad: {reason}", n) for reason, n in records["bad"].items()]
     body.append(_table(("records", "number"), rows))
+    if records["bad_samples"]:
+        body.append(_folded("the first bad records", _samples(records["bad_samples"])))
     body.append("<h2>Steps</h2>")
     rows = [_flow_row(step["step"], step["total"]) for step in report["steps"]]
     body.append(_table(_FLOW_HEAD, [*rows, _flow_row("all steps", report["total"])]))
@@ -78,12 +80,16 @@ def _step(step: Mapping[str, Any]) -> list[str]:
         parts += ["<h3>Lengths of what was dropped, characters</h3>", _bars(step["lengths_dropped"])]
     parts.append(_folded("lengths of what came, characters", _bars(step["lengths_in"])))
     parts.append(_folded("by source", _sources(step["sources"])))
-    samples = [
-        f"<p>{escape(sample['place'])} ({escape(sample['source'])}): <b>{escape(sample['reason'])}</b></p>"
-        f"<pre>{escape(sample['text'])}</pre>"
-        for sample in step["samples"]
-    ]
-    return [*parts, _folded("samples of what was dropped", "\n".join(samples))] if samples else parts
+    return [*parts, _folded("samples of what was dropped", _samples(step["samples"]))] if step["samples"] else parts
+
+
+def _samples(samples: Sequence[Mapping[str, str]]) -> str:
+    lines = []
+    for sample in samples:
+        place = f"{sample['place']} ({sample['source']})" if "source" in sample else sample["place"]
+        why = f"<b>{escape(sample['reason'])}</b> {escape(sample['detail'])}"
+        lines.append(f"<p>{escape(place)}: {why}</p><pre>{escape(sample['text'])}</pre>")
+    return "\n".join(lines)
 
 
 def _folded(title: str, content: str) -> str:

@@ -36,6 +36,12 @@ def place_of(number: int) -> tuple[int, int]:
     return number >> LINE_BITS, number & ((1 << LINE_BITS) - 1)
 
 
+def place_name(number: int, inputs: Sequence[str]) -> str:
+    """``file:line`` of a document's number."""
+    file, line = place_of(number)
+    return f"{inputs[file]}:{line}"
+
+
 def missing_packages(*names: str) -> list[str]:
     """A complaint for each package that is not installed; for :meth:`Step.problems`."""
     return [f"needs the package {n}: pip install {n}" for n in names if importlib.util.find_spec(n) is None]
@@ -53,6 +59,7 @@ class Document:
         line: the line of that object, which stands for the document as long as nothing changes; empty: there is none.
         language: ISO 639-1 code that the language step (or the record's field ``language_key``) gave it; None: unknown.
         dropped: None, or the reason in words that many documents share (``"too few words"``); the report knows the step.
+        detail: what was measured, of this document alone (``"min_words: 12 < 50"``), where it was dropped and a step tells it.
     """
 
     text: str
@@ -61,6 +68,7 @@ class Document:
     record: dict[str, Any] = field(default_factory=dict)
     language: str | None = None
     dropped: str | None = None
+    detail: str = ""
     line: bytes = b""
 
 

@@ -192,7 +192,7 @@ def sample_of(
             for document in records.documents:
                 sample.add(document.text)
             if bad is not None:
-                bad.update(records.bad)
+                bad.update(found.why.reason for found in records.bad)
     return sample.take()
 
 

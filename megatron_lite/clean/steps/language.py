@@ -76,7 +76,7 @@ class Language(LocalStep):
             document.language = language
             self.count(f"language {language or 'unknown'}")
             if allow and (language not in allow if language else not keep_unknown):
-                document.dropped = why or "another language"
+                document.dropped, document.detail = why or "another language", language or ""
 
     def language_of(self, text: str) -> tuple[str | None, str]:
         """(code, "") or (None, why it is unknown)."""

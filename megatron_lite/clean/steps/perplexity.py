@@ -77,9 +77,9 @@ class Perplexity(LocalStep):
             score = scorer(text) / len(text.encode("utf-8"))
             self.bins.setdefault(document.language or "unknown", Counter())[str(int(score * _FINE))] += 1
             if score < band[0]:
-                document.dropped = "too few bits per byte"
+                document.dropped, document.detail = "too few bits per byte", f"bands.{code}: {score:.4g} < {band[0]:g}"
             elif score > band[1]:
-                document.dropped = "too many bits per byte"
+                document.dropped, document.detail = "too many bits per byte", f"bands.{code}: {score:.4g} > {band[1]:g}"
 
     def take_notes(self) -> dict[str, Bins] | None:
         """Documents of each language in each fine bin of bits per byte."""

@@ -13,6 +13,7 @@ A bound of 1 (of a share) or 0 (of a minimum) turns its rule off.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 from megatron_lite.clean.step import NO_BOUNDS, NO_LANGUAGE, Document, LocalStep
 from megatron_lite.clean.steps.languages import LANGUAGES, Bounds, Language
 from megatron_lite.clean.steps.quality_lines import cut_lines, javascript_lines
-from megatron_lite.clean.steps.quality_measures import Measures, class_table, measurer
+from megatron_lite.clean.steps.quality_measures import Measures, Pieces, class_table, measurer
 from megatron_lite.clean.steps.word_list import read_words, word_patterns
 from megatron_lite.config.values import convert
 
@@ -108,65 +109,36 @@ class Quality(LocalStep):
                 document.text, cut, sentences = cut_lines(document.text, language)
                 self.count("lines cut", cut)
                 if sentences < 3:
-                    document.dropped = "fewer than 3 sentences"
+                    document.dropped, document.detail = "fewer than 3 sentences", _told("cut_lines", sentences, "<", 3)
                     continue
-            document.dropped = next(self.broken(document.text, language), None)
+            document.dropped, document.detail = next(self.broken(document.text, language), (None, ""))
 
-    def broken(self, text: str, language: Language | None) -> Iterator[str]:
-        """The rules that a text breaks, in words."""
+    def broken(self, text: str, language: Language | None) -> Iterator[tuple[str, str]]:
+        """The rules that a text breaks, in words: each with the option, what was measured and the bound."""
         yield from self._words_of(text)
         counts = self.measure_any(text) if language is None else self.measure[language.code](text)
-        characters = counts.characters
-        if characters < self.options.min_characters:
-            yield "too few characters"
-        elif self.options.max_characters and characters > self.options.max_characters:
-            yield "too many characters"
+        characters, least, most = counts.characters, self.options.min_characters, self.options.max_characters
+        if characters < least:
+            yield "too few characters", _told("min_characters", characters, "<", least)
+        elif most and characters > most:
+            yield "too many characters", _told("max_characters", characters, ">", most)
         if characters:
-            yield from self._shares(text, counts, characters)
-            yield from self._repetition(counts)
+            for name, rule, found, whole in _measured(text, counts, characters):
+                bound = getattr(self.options, name)
+                if found > bound * whole:
+                    yield rule, _told(name, found, ">", bound, whole)
             if language is not None:
                 yield from _language_bound(counts, language, characters)
 
-    def _words_of(self, text: str) -> Iterator[str]:
+    def _words_of(self, text: str) -> Iterator[tuple[str, str]]:
         options = self.options
         if options.curly_bracket and ("{" in text or "}" in text):
-            yield "curly bracket"
+            yield "curly bracket", "curly_bracket"
         if options.lorem_ipsum and ("psum" in text or "PSUM" in text) and "lorem ipsum" in text.lower():
-            yield "lorem ipsum"
+            yield "lorem ipsum", "lorem_ipsum"
         lower = text.lower() if self.bad_words else ""
-        if any(pattern.search(lower) for pattern in self.bad_words):
-            yield "a word of the list"
-
-    def _shares(self, text: str, counts: Measures, all_characters: int) -> Iterator[str]:
-        options, lines = self.options, counts.lines[0]
-        if _in_addresses(text) > options.max_addresses * all_characters:
-            yield "too much of the text is addresses of pages"
-        if javascript_lines(text) > options.max_javascript_lines * lines:
-            yield "too many lines with javascript"
-        if counts.symbols > options.max_symbols * all_characters:
-            yield "too much of the text is symbols"
-        if counts.digits > options.max_digits * all_characters:
-            yield "too much of the text is digits"
-        if counts.hash_signs > options.max_hash_signs * counts.words:
-            yield "too many hash signs"
-        if counts.bullet_lines > options.max_bullet_lines * lines:
-            yield "too many lines that begin with a bullet"
-        if counts.ellipsis_lines > options.max_ellipsis_lines * lines:
-            yield "too many lines that end with an ellipsis"
-        if counts.ellipses > options.max_ellipses * counts.words:
-            yield "too many ellipses"
-
-    def _repetition(self, counts: Measures) -> Iterator[str]:
-        options = self.options
-        for what, pieces, share, of_characters in (
-            ("lines", counts.lines, options.max_duplicate_lines, options.max_duplicate_line_characters),
-            ("paragraphs", counts.paragraphs, options.max_duplicate_paragraphs, options.max_duplicate_paragraph_characters),
-        ):
-            number, characters, copies, copied = pieces
-            if copies > share * number:
-                yield f"too many duplicate {what}"
-            if copied > of_characters * characters:
-                yield f"duplicate {what} are too much of the text"
+        if (found := next(filter(None, (pattern.search(lower) for pattern in self.bad_words)), None)) is not None:
+            yield "a word of the list", f"word_list: {found.group()}"
 
     @staticmethod
     def problems(options: QualityOptions) -> list[str]:
@@ -210,34 +182,60 @@ def _in_addresses(text: str) -> int:
     return sum(len(match.group()) for match in _ADDRESS.finditer(text))
 
 
-def _language_bound(counts: Measures, language: Language, characters: int) -> Iterator[str]:
-    bounds, words = language.bounds, counts.words
+def _measured(text: str, counts: Measures, characters: int) -> Iterator[tuple[str, str, int, int]]:
+    """(option, rule, what is found, of how many) of the rules that are a largest share."""
+    lines, paragraphs = Pieces(*counts.lines), Pieces(*counts.paragraphs)
+    yield "max_addresses", "too much of the text is addresses of pages", _in_addresses(text), characters
+    yield "max_javascript_lines", "too many lines with javascript", javascript_lines(text), lines.number
+    yield "max_symbols", "too much of the text is symbols", counts.symbols, characters
+    yield "max_digits", "too much of the text is digits", counts.digits, characters
+    yield "max_hash_signs", "too many hash signs", counts.hash_signs, counts.words
+    yield "max_bullet_lines", "too many lines that begin with a bullet", counts.bullet_lines, lines.number
+    yield "max_ellipsis_lines", "too many lines that end with an ellipsis", counts.ellipsis_lines, lines.number
+    yield "max_ellipses", "too many ellipses", counts.ellipses, counts.words
+    for what, pieces in (("line", lines), ("paragraph", paragraphs)):
+        yield f"max_duplicate_{what}s", f"too many duplicate {what}s", pieces.copies, pieces.number
+        rule = f"duplicate {what}s are too much of the text"
+        yield f"max_duplicate_{what}_characters", rule, pieces.copied_characters, pieces.characters
+
+
+def _told(option: str, found: float, sign: str, bound: float, whole: int | None = None) -> str:
+    """``max_symbols: 31 of 100 (0.31) > 0.25``."""
+    share = "" if whole is None else f" of {whole:,} ({found / whole if whole else math.inf:.4g})"
+    return f"{option}: {found:,}{share} {sign} {bound:,}"
+
+
+def _language_bound(counts: Measures, language: Language, characters: int) -> Iterator[tuple[str, str]]:
+    bounds, words, row = language.bounds, counts.words, f"bounds.{language.code}."
     if words < bounds.min_words:
-        yield "too few words"
+        yield "too few words", _told(row + "min_words", words, "<", bounds.min_words)
     elif words > bounds.max_words:
-        yield "too many words"
+        yield "too many words", _told(row + "max_words", words, ">", bounds.max_words)
     if not words:
         return
     mean = counts.word_characters / words
     if mean < bounds.min_word_length:
-        yield "words too short on average"
+        yield "words too short on average", _told(row + "min_word_length", round(mean, 4), "<", bounds.min_word_length)
     elif bounds.max_word_length and mean > bounds.max_word_length:
-        yield "words too long on average"
+        yield "words too long on average", _told(row + "max_word_length", round(mean, 4), ">", bounds.max_word_length)
     script = counts.ideographs + (counts.kana if language.kana else 0)
     if script < bounds.min_script * words:
-        yield "too few words in the script of the language"
+        yield "too few words in the script of the language", _told(row + "min_script", script, "<", bounds.min_script, words)
     if counts.alphabetic < bounds.min_alphabetic * words:
-        yield "too few words with a letter"
+        yield "too few words with a letter", _told(row + "min_alphabetic", counts.alphabetic, "<", bounds.min_alphabetic, words)
     if counts.stop_words < bounds.min_stop_words:
-        yield "too few stop words"
-    if counts.sentence_lines < bounds.min_sentence_lines * counts.lines[0]:
-        yield "too few lines with an end mark"
+        yield "too few stop words", _told(row + "min_stop_words", counts.stop_words, "<", bounds.min_stop_words)
+    found, lines = counts.sentence_lines, counts.lines[0]
+    if found < bounds.min_sentence_lines * lines:
+        yield "too few lines with an end mark", _told(row + "min_sentence_lines", found, "<", bounds.min_sentence_lines, lines)
     inside = words if language.by_character else characters
     for (n, share), found in zip(bounds.top_ngrams, counts.top, strict=True):
         if found > share * inside:
-            yield f"a {n}-gram is too much of the text"
-    if any(found > share * inside for (_, share), found in zip(bounds.duplicate_ngrams, counts.duplicate, strict=True)):
-        yield "n-grams that repeat are too much of the text"
+            yield f"a {n}-gram is too much of the text", _told(f"{row}top_ngrams, {n}", found, ">", share, inside)
+    for (n, share), found in zip(bounds.duplicate_ngrams, counts.duplicate, strict=True):
+        if found > share * inside:
+            yield "n-grams that repeat are too much of the text", _told(f"{row}duplicate_ngrams, {n}", found, ">", share, inside)
+            return
 
 
 def _with_bounds(row: Language, changed: Mapping[str, Any]) -> Language:

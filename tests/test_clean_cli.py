@@ -14,10 +14,11 @@ import pytest
 from clean_pipelines import files_of, lines_of
 
 from megatron_lite.clean.config import STEPS, load_pipeline, step_class
-from megatron_lite.clean.document_steps import PATH, document
+from megatron_lite.clean.document_steps import PAGES, document
 from megatron_lite.clean.pipeline import Run
 from megatron_lite.clean.pipeline_work import PartsMissing
 from megatron_lite.clean.step import SAVED_BY, CorpusStep, LocalStep, Step
+from megatron_lite.clean.steps.languages import Bounds
 from megatron_lite.cli import data_clean
 from megatron_lite.cli.data_clean import run, size
 from megatron_lite.config.document import field_help
@@ -146,10 +147,12 @@ def test_every_step_fits_the_contract(name: str) -> None:
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_the_page_has_the_steps_as_they_are() -> None:
-    page = (ROOT / PATH).read_text(encoding="utf-8")
-    assert document(page) == page, "run python -m megatron_lite.clean.document_steps"
-    assert all(f"### `{name}`" in page for name in STEPS)
+def test_the_pages_have_steps_and_bounds_as_they_are() -> None:
+    pages = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
+    for name, text in PAGES.items():
+        assert document(pages[name], text()) == pages[name], "run python -m megatron_lite.clean.document_steps"
+    assert all(f"### `{name}`" in pages["docs/cleaning.md"] for name in STEPS)
+    assert all(f"| `{f.name}` |" in pages["docs/cleaning-rules.md"] for f in dataclasses.fields(Bounds))
 
 
 def test_the_example_gives_the_same_for_any_workers_and_parts(tmp_path: Path) -> None:

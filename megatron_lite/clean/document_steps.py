@@ -1,6 +1,6 @@
-"""The table of steps in ``docs/cleaning.md``, written from the steps themselves.
+"""The tables of steps in ``docs/cleaning.md``, and of the bounds of a language in ``docs/cleaning-rules.md``, written from the code.
 
-``python -m megatron_lite.clean.document_steps`` writes it; a test compares.
+``python -m megatron_lite.clean.document_steps`` writes them; a test compares.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, get_origin
 
 from megatron_lite.clean.config import STEPS, step_class
 from megatron_lite.clean.step import CorpusStep
+from megatron_lite.clean.steps.languages import LANGUAGES, Bounds
 from megatron_lite.config.document import default_text, field_help
 from megatron_lite.config.flags import field_kinds
 from megatron_lite.config.values import describe
 
-PATH = "docs/cleaning.md"
 _BEGIN = "<!-- Written by `python -m megatron_lite.clean.document_steps`; a test keeps it current. -->\n"
 _END = "<!-- end of what is written -->\n"
 
@@ -46,14 +46,29 @@ def steps_text() -> str:
     return "\n".join(lines)
 
 
-def document(page: str) -> str:
-    """The page with the steps as they are."""
+def bounds_text() -> str:
+    """A row for each bound of a language, with its value in three of them."""
+    texts, codes = field_help(Bounds), ("en", "zh", "ja")
+    lines = [f"| bound | {' | '.join(codes)} | what |", "|---" * (2 + len(codes)) + "|"]
+    for f in dataclasses.fields(Bounds):
+        values = [getattr(LANGUAGES[code].bounds, f.name) for code in codes]
+        cells = [", ".join(f"{n}: {share:g}" for n, share in v) if isinstance(v, tuple) else f"{v:,}" for v in values]
+        lines.append("| " + " | ".join([f"`{f.name}`", *cells, texts[f.name].replace("``", "`")]) + " |")
+    return "\n".join([*lines, ""])
+
+
+PAGES = {"docs/cleaning.md": steps_text, "docs/cleaning-rules.md": bounds_text}
+
+
+def document(page: str, text: str) -> str:
+    """The page with the text as it is now."""
     before, _, rest = page.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    return f"{before}{_BEGIN}\n{steps_text()}\n{_END}{after}"
+    return f"{before}{_BEGIN}\n{text}\n{_END}{after}"
 
 
 if __name__ == "__main__":
-    path = Path(PATH)
-    path.write_text(document(path.read_text(encoding="utf-8")), encoding="utf-8")
-    sys.stdout.write(f"{PATH} written\n")
+    for name, written in PAGES.items():
+        path = Path(name)
+        path.write_text(document(path.read_text(encoding="utf-8"), written()), encoding="utf-8")
+        sys.stdout.write(f"{name} written\n")

@@ -44,13 +44,17 @@ class Bounds:
     """The bounds of a language; shares are between 0 and 1."""
 
     min_words: int = 50
+    """Words of a document; by character its characters."""
     max_words: int = 100_000
+    """The same from above."""
     min_word_length: float = 3.0
     """Mean characters of a word; 0: none, and there is none by character."""
     max_word_length: float = 10.0
+    """The same from above."""
     min_alphabetic: float = 0.8
     """Share of words with a letter."""
     min_stop_words: int = 2
+    """Words that are stop words of the language, each as often as it stands there."""
     min_sentence_lines: float = 0.12
     """Share of lines that end with an end mark or are as long as a sentence (``line_words``)."""
     line_words: int = 12
@@ -58,9 +62,9 @@ class Bounds:
     min_script: float = 0.0
     """Share of the words that are characters of the script of the language (ideographs, for Japanese kana too)."""
     top_ngrams: Grams = _TOP
-    """(n, bound): characters in the most frequent n-gram."""
+    """Largest share of the text in the most frequent n-gram, for each n: ``[[2, 0.2], [3, 0.18]]`` in a file."""
     duplicate_ngrams: Grams = _DUPLICATE
-    """(n, bound): characters in n-grams that were there before."""
+    """Largest share of the text in n-grams that were there before, for each n."""
 
 
 @dataclass(frozen=True)

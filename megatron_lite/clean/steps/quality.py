@@ -41,7 +41,7 @@ class QualityOptions:
     """Options of the step ``quality``. Shares are between 0 and 1."""
 
     bounds: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Bounds of a language that differ from its row, as in ``zh: {min_words: 200}``; the names are those of the table."""
+    """Bounds of a language that differ from its row, as in ``zh: {min_words: 200}``; docs/cleaning-rules.md has their names."""
     word_list: str = ""
     """File of words or phrases, one a line: a document with one of them is dropped (C4), whatever its language. Words of scripts
     without spaces (Chinese, Japanese, Thai ...) are found anywhere, others as whole words; small and large letters are the same."""

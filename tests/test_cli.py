@@ -140,7 +140,7 @@ def test_an_unnamed_tokenizer_is_one_problem(capsys: pytest.CaptureFixture[str])
     flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
     assert main(["train", *flags.split(), *"--lr 1 --train-iters 1 --mock-data".split()]) == exit_codes.CONFIGURATION
     said = capsys.readouterr().err
-    assert "1 problem" in said and "--tokenizer-model FILE" in said and "NullTokenizer" in said
+    assert "1 problem" in said and "--tokenizer-model FILE" in said and "--vocab-size N alone" in said
 
 
 # --- subcommands ----------------------------------------------------------------------------------------------------

@@ -573,7 +573,7 @@ def test_compat_leaves_only_the_difference_without_a_flag() -> None:
 
 def test_summary() -> None:
     loaded = load(
-        (GOOD + " --sequence-parallel --use-flash-attn --ddp-bucket-size 1000000 --mask-padded-vocab off").split()
+        (GOOD + " --sequence-parallel --use-flash-attn --ddp-bucket-size 100000 --mask-padded-vocab off").split()
     )
     text = summary(
         loaded, Layout(dp=4), lines=["a line"], lr_by_rule={"none": 0.1, "linear": 0.2}, environment={"A": "1"}
@@ -581,18 +581,22 @@ def test_summary() -> None:
     for part in (
         f"{count_parameters(loaded.config.model):,} parameters",
         "tp 1 x cp 1 x dp 4 x pp 1 = 4 ranks",
-        "gradient bucket: 4.0 MB (1,000,000 parameters of 4 bytes)",
+        "gradient bucket: at most 0.4 MB (100,000 parameters of 4 bytes)",
         "a line",
         "none 0.1, linear 0.2",
         "documents in a row: do not see each other",
         "--use-flash-attn: each op's kernel",
-        "--sequence-parallel has no effect",
-        "stored in the checkpoint as <name>.padding",
-        "--attention-dropout 0.1",
-        "nothing is saved",
         "A=1",
     ):
         assert part in text, (part, text)
+    later = "\n".join(notices(loaded.config))
+    for part in ("--sequence-parallel has no", "stored in the checkpoint as <name>.padding", "--attention-dropout 0.1", "nothing is saved"):
+        assert part in later and part not in text, (part, later)
+    assert "differs from Megatron-LM" not in summary(loaded, Layout(dp=4), first_start=False), "a run that goes on has said it"
+    small = load(f"{GOOD} --packing best-fit".split())
+    text, parameters = summary(small, Layout()), count_parameters(small.config.model)
+    assert f"({parameters:,} parameters of 4 bytes)" in text, "no bucket is larger than the model"
+    assert "whole documents and padding" in text and "permuted windows" not in text
 
 
 def test_notices_are_silent_about_nothing() -> None:

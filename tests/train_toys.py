@@ -129,7 +129,7 @@ def opened_in(folders: list[str], flags: str) -> str:
             return f"error: {error}"
         finally:
             mesh.close()
-    return "\n".join(data.summary)
+    return "\n".join([*data.summary, *data.notices])
 
 
 def several_here(runs: list[tuple[Any, ...]]) -> list[Outcome]:

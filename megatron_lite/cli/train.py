@@ -20,7 +20,7 @@ from megatron_lite.config.exit_codes import DONE
 from megatron_lite.config.load import BUILTIN, Loaded, load, with_checkpoint_args
 from megatron_lite.config.problem import ConfigError, Problem
 from megatron_lite.config.schema import RunConfig
-from megatron_lite.config.summary import summary
+from megatron_lite.config.summary import listed, notices, summary
 from megatron_lite.mesh.local import RankInfo, die_with_parent, rank_info
 
 if TYPE_CHECKING:
@@ -34,8 +34,9 @@ def run(argv: Sequence[str]) -> int:
     """
     argv, ranks = _check_only(argv)
     if ranks is not None:
-        _, text = prepare(read(argv), RankInfo(0, ranks, 0, ranks, "here", "check"), {})
-        print(f"{text}\nno problems; nothing was started", flush=True)
+        loaded, text = prepare(read(argv), RankInfo(0, ranks, 0, ranks, "here", "check"), {})
+        end = [*listed("warnings:", notices(loaded.config)), "no problems; nothing was started"]
+        print("\n".join([text, *end]), flush=True)
         return DONE
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # "save and go on", from a scheduler that knows of no start-up
     info = rank_info(os.environ)
@@ -221,7 +222,16 @@ def prepare(loaded: Loaded, info: RankInfo, environment: dict[str, str]) -> tupl
         cp=parallel.context_parallel_size,
     )
     lines, lr_by_rule = schedule_lines(config, layout)
-    return loaded, summary(loaded, layout, lines=lines, lr_by_rule=lr_by_rule, environment=environment)
+    first = not goes_on(config)
+    return loaded, summary(loaded, layout, lines=lines, lr_by_rule=lr_by_rule, environment=environment, first_start=first)
+
+
+def goes_on(config: RunConfig[Any]) -> bool:
+    """Whether a start goes on with a run: there is a checkpoint to load, and not its weights alone."""
+    from megatron_lite.checkpoint.manifest import list_steps
+
+    load = config.checkpoint.load
+    return bool(load and not config.checkpoint.finetune and any(d.saved_at is not None for d in list_steps(Path(load))))
 
 
 def schedule_lines(config: RunConfig[Any], layout: Layout) -> tuple[list[str], dict[str, float] | None]:

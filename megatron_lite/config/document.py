@@ -119,7 +119,7 @@ def _section(name: str, cls: type, about: str) -> list[str]:
 def document() -> str:
     """The text of ``docs/configuration.md``."""
     lines = [INTRO, "## Where we differ from Megatron-LM on purpose", ""]
-    lines += ["The start-up summary lists the lines that are in force.", ""]
+    lines += ["The first start of a run lists the lines that are in force.", ""]
     lines += [_row("item", "ours", "Megatron-LM", "their way"), "|---|---|---|---|"]
     for item, _, ours, theirs, flag in DIFFERENCE_TABLE:
         lines.append(_row(item, ours, theirs, f"`{flag}`" if flag else "none"))

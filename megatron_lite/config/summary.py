@@ -1,5 +1,5 @@
-"""What a start says before it trains: the layout, the size of the model, where the numbers differ from Megatron-LM's,
-which flags have no effect and why, and what each batch-size rule would make of the learning rate.
+"""What a start says before it trains: the layout, the size of the model, where the numbers differ from Megatron-LM's (at a
+first start), which flags have no effect and why, and what each batch-size rule would make of the learning rate.
 
 The same script must not train another objective without a word: :func:`differences` lists every line of the table of
 intended differences (docs/configuration.md) that is in force under this configuration.
@@ -53,10 +53,17 @@ DIFFERENCE_TABLE: tuple[tuple[str, Callable[[RunConfig[Any]], bool], str, str, s
     ("initial weights", lambda c: True, "keyed by name, the same in any layout", "depend on tp and pp", ""),
     (
         "sample order",
-        lambda c: c.data.sample_order == "windows",
+        lambda c: c.data.sample_order == "windows" and c.data.packing == "windows",
         "permuted windows of one token stream",
         "shuffled documents",
         "--sample-order megatron",
+    ),
+    (
+        "rows of --packing best-fit",
+        lambda c: c.data.packing == "best-fit",
+        "whole documents and padding, permuted",
+        "cut out of shuffled documents",
+        "--packing windows --sample-order megatron",
     ),
     (
         "initial loss scale",
@@ -159,8 +166,9 @@ def summary(
     lines: Sequence[str] = (),
     lr_by_rule: Mapping[str, float] | None = None,
     environment: Mapping[str, str] | None = None,
+    first_start: bool = True,
 ) -> str:
-    """The start-up text.
+    """The start-up text. What is to be warned of (:func:`notices`) is said later, directly before training.
 
     Args:
         loaded: the configuration and the flags without effect.
@@ -168,6 +176,7 @@ def summary(
         lines: what other rooms have to say (schedules, the vocabulary, ...).
         lr_by_rule: learning rate under each ``--lr-scaling-rule``, see :mod:`megatron_lite.optim.batch_size`.
         environment: variables that were set from the configuration.
+        first_start: not of a run that goes on: differences from Megatron-LM are told.
     """
     config = loaded.config
     parts = [f"model {config.architecture}: {_size(config)}", f"layout: {layout.describe()}"]
@@ -176,7 +185,9 @@ def summary(
     overlap = "overlapped with backward" if config.parallel.overlap_grad_reduce else "after backward"
     parts.append(f"precision {kind}, {zero}, gradients reduced {overlap}")
     width = 8 if kind == "fp64" else 4
-    parts.append(f"gradient bucket: {megabytes(bucket_parameters(config.parallel, layout.dp), width)}")
+    bucket = bucket_parameters(config.parallel, layout.dp)
+    bucket = min(bucket, count_parameters(config.model)) if isinstance(config.model, TransformerConfig) else bucket
+    parts.append(f"gradient bucket: at most {megabytes(bucket, width)}")
     parts += lines
     parts.append(_wrapped("not at their defaults: " + ", ".join(_settings(config))))
     if lr_by_rule:
@@ -184,15 +195,16 @@ def summary(
         parts.append(f"learning rate by --lr-scaling-rule (in force: {config.optimizer.lr_scaling_rule}): {rules}")
     text = "\n".join(parts)
     blocks = (
-        ("differs from Megatron-LM on purpose:", differences(config)),
+        ("differs from Megatron-LM on purpose:", differences(config) if first_start else []),
         ("accepted without effect:", [f"{flag}: {reason}" for flag, reason in loaded.accepted]),
-        ("notices:", notices(config)),
         ("environment set from the configuration:", [f"{k}={v}" for k, v in (environment or {}).items()]),
     )
-    for head, its in blocks:
-        if its:
-            text += "\n" + "\n".join([head, *(f"  - {line}" for line in its)])
-    return text
+    return "\n".join([text, *(line for head, its in blocks for line in listed(head, its))])
+
+
+def listed(head: str, lines: Sequence[str]) -> list[str]:
+    """Lines under a heading; nothing where there are none."""
+    return [head, *(f"  - {line}" for line in lines)] if lines else []
 
 
 def _settings(config: RunConfig[Any]) -> list[str]:

@@ -18,6 +18,8 @@ from megatron_lite.checkpoint.owner import take_together
 from megatron_lite.config.derived import log_directory
 from megatron_lite.config.load import to_dict
 from megatron_lite.config.schema import RunConfig
+from megatron_lite.config.summary import listed
+from megatron_lite.config.summary import notices as warnings
 from megatron_lite.mesh.agreement import agree, code_digest
 from megatron_lite.mesh.layout import layout_for
 from megatron_lite.mesh.local import RankInfo
@@ -140,7 +142,7 @@ def build(
     elif config.checkpoint.load:
         notices.append(resume.starting_fresh(config))
     reporter = Reporter(config, mesh, assembly.definition, log_dir, progress.step, last_step)
-    for line in [*data.summary, *notices]:
+    for line in [*data.summary, *notices, *listed("warnings:", [*warnings(config), *data.notices])]:
         reporter.say(line)
     built = Built(mesh, data, assembly, batch, rates, scaler, last_step, progress, found, reporter, log_dir)
     _write_provenance(config, info, built, environment or {})

@@ -33,7 +33,7 @@ class Data:
 
     Attributes:
         train: of the training split; valid, test: None where there is none, or none is asked for.
-        summary: lines for the start-up text.
+        summary: lines for the start-up text; notices: what is to be warned of.
         decode: from ids to text, where the run has a tokenizer.
         facts: what decides about samples besides files and flags (the tokenizer's fingerprint and end-of-document id, the
             stages of a curriculum, the source of a transform), stored in checkpoints.
@@ -44,6 +44,7 @@ class Data:
     valid: Loader | None
     test: Loader | None
     summary: list[str]
+    notices: list[str]
     decode: Callable[[Sequence[int]], str] | None
     facts: dict[str, Any]
     mix: Mix | None = None
@@ -109,7 +110,7 @@ def find_data(
         raise ConfigError([Problem(f"the data cannot be read, or their orders not be kept: {error}", numbers)]) from error
     if found.problems:
         raise ConfigError(found.problems)
-    found.notices = [*made, *lines, *found.notices]
+    found.summary = [*made, *lines, *found.summary]
     return found
 
 
@@ -145,17 +146,17 @@ def open_data(
     """
     tokenizer: Tokenizer | None = None
     problems: list[Problem] = []
-    notices: list[str] = []
+    said: list[list[str]] = [[], []]
     try:
         tokenizer = tokenizer_of_run(config)
         found = find_data(config, batch, steps, samples, tokenizer, tell)
-        notices = found.notices
+        said = [found.summary, found.notices]
     except ConfigError as error:
         problems = error.problems
     except ValueError as error:  # of the tokenizer
         problems = [Problem(str(error))]
-    everywhere = mesh.axis("world").gather_json([[asdict(p) for p in problems], notices])
-    for others, _ in everywhere:  # what went wrong on one node is told by all
+    everywhere = mesh.axis("world").gather_json([[asdict(p) for p in problems], *said])
+    for others, *_ in everywhere:  # what went wrong on one node is told by all
         if others:
             raise ConfigError([Problem(**p) for p in others])
     agree(mesh, {"data": found.facts, "datasets": found.seen})
@@ -185,13 +186,16 @@ def open_data(
             dataset = BySource(dataset, config.evaluation.eval_iters * batch.final, unit)
         return loader(dataset)
 
+    # Whichever rank has copied or made something tells of it.
+    summary, notices = (list(dict.fromkeys(line for of_rank in everywhere for line in of_rank[kind])) for kind in (1, 2))
     train = loader(found.train)
     assert train is not None, "build_datasets reports a missing training split"
     return Data(
         train=train,
         valid=held_out(found.valid),
         test=held_out(found.test),
-        summary=[*found.summary, *dict.fromkeys(line for _, lines in everywhere for line in lines)],  # whichever rank has copied or made
+        summary=summary,
+        notices=notices,
         decode=None if tokenizer is None else tokenizer.decode,
         facts={
             "tokenizer": {"fingerprint": tokenizer.fingerprint if tokenizer else None, "eod_id": found.eod_id},

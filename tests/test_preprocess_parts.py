@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -353,6 +353,49 @@ def test_a_run_that_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert counts == preprocess(files, str(tmp_path / "again"), options())
 
 
+@pytest.mark.parametrize(("workers", "encoding"), [(1, "utf-8"), (2, "utf-8"), (1, "utf-16"), (1, "gb18030")])
+def test_an_interrupt_keeps_every_block_that_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, encoding: str
+) -> None:
+    """With one worker no later block is known then, with two some are; also at the end of a file and in plain text."""
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz", tmp_path / "c.txt"]
+    records = [json.dumps({"text": f"{i} {i % 7}", "é": "漢字"}, ensure_ascii=False) + "\n" for i in range(600)]
+    files[0].write_bytes("".join(records[:300]).encode(encoding))
+    files[1].write_bytes(gzip.compress("".join(records[300:]).encode(encoding)))
+    files[2].write_bytes("|".join(str(i) for i in range(300)).encode(encoding))
+    reading = InputOptions(encoding=encoding, separator="|", block_bytes=1 << 9)
+    preprocess(files, str(tmp_path / "whole"), options(), reading=reading)
+    add, blocks, said, kept = IndexedWriter.add_documents, 0, list[str](), [0]
+
+    def interrupted(self: IndexedWriter, *args: Any) -> None:
+        nonlocal blocks
+        blocks += 1
+        if blocks % 5 == 0:
+            signal.raise_signal(signal.SIGINT)
+        add(self, *args)
+        kept.append(self.documents)
+
+    monkeypatch.setattr(IndexedWriter, "add_documents", interrupted)
+    for _ in range(20):
+        before = kept[-1]
+        said.clear()
+        with suppress(KeyboardInterrupt):
+            preprocess(files, str(tmp_path / "out"), options(), reading=reading, resume=True, workers=workers, say=said.append)
+            break
+        start = f"going on after {before:,} documents" if before else "beginning at the start: no earlier run has kept anything"
+        assert said == [start, f"kept: {kept[-1]:,} documents"]
+    assert blocks > 12 and stored(tmp_path / "out")[:2] == stored(tmp_path / "whole")[:2]
+
+
+def test_work_that_was_kept_is_not_thrown_away_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, said = stopped(tmp_path, monkeypatch), list[str]()
+    preprocess(files, str(tmp_path / "out"), options(), say=said.append)
+    assert len(said) == 1 and said[0].endswith("documents that an earlier run had kept are made again; --resume goes on after them")
+    (tmp_path / "out.journal.tmp").write_bytes(b"{}\n[]\n")  # no journal
+    preprocess(files, str(tmp_path / "out"), options(), say=said.append, overwrite=True)
+    assert len(said) == 1
+
+
 def test_without_resume_nothing_is_left_and_a_new_run_starts_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,14 +416,17 @@ def test_without_resume_nothing_is_left_and_a_new_run_starts_anew(
         ({"part": (0, 2)}, r"part: None then, \[0, 2\] now"),
         ({"files": [1, 0]}, "the order of the inputs"),
         ({"files": [0]}, r"b\.jsonl is no input now"),
-        ({"touch": 1}, r"b\.jsonl has changed"),
+        ({"grown": 1}, r"b\.jsonl has changed"),
+        ({"touched": 1}, r"b\.jsonl has another time \(where its content is the same: `touch -d @\d+\.\d{9} .*b\.jsonl`\)"),
     ],
 )  # fmt: skip
 def test_a_run_with_other_inputs_or_options_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
     files = stopped(tmp_path, monkeypatch)
-    if "touch" in change:
+    if "touched" in change:
+        os.utime(files[1], (1, 1))
+    if "grown" in change:
         files[1].write_bytes(files[1].read_bytes() + b"\n")
     files = [files[i] for i in change.get("files", [0, 1])]
     tokenizer = partial(build_tokenizer, "NullTokenizer", vocab_size=change.get("tokenizer", 1000))

@@ -1,6 +1,6 @@
 """Datasets made of datasets: one cut into parts at borders of documents, or several joined, with their loss masks.
 
-Joining the parts in order gives the whole back byte for byte. Memory does not grow with the size of either, and each
+Joining the parts in order gives the whole's tokens and index back byte for byte. Memory does not grow with the size of either, and each
 output appears complete or not at all.
 """
 

@@ -42,7 +42,7 @@ class Lines:
         file: name for messages.
         first: number of the first line, 1-based.
         data: lines; the last may lack its newline at the end of the file.
-        offset: where the block begins in the unpacked file, in bytes (of the file's encoding).
+        offset: where the block begins in the unpacked file, in bytes (of the file's encoding); end: where it ends.
         taken: bytes of the file on the disk that have been read so far, for progress.
     """
 
@@ -51,6 +51,7 @@ class Lines:
     data: bytes
     offset: int = 0
     taken: int = 0
+    end: int = 0
 
 
 @dataclass(frozen=True)

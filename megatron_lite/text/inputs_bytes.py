@@ -217,7 +217,7 @@ def line_blocks(path: str, name: Name, options: InputOptions, start: int, stop: 
                     if wanted:
                         first = line + count_lines(data, 0, before)
                         text = wanted if encoding == "utf-8" or is_wide(encoding) else to_utf8(wanted, encoding)
-                        yield Lines(where, first, text, offset + before, counted.taken)
+                        yield Lines(where, first, text, offset + before, counted.taken, offset + before + len(wanted))
                     line += count_lines(data)
                     offset += len(data)
                     if stop is not None and offset >= stop:

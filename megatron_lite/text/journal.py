@@ -9,6 +9,7 @@ outputs hold beyond the last line is cut away. It is removed, or left, with the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -42,7 +43,7 @@ class Journal:
     """Writes the journal of a run; ``keep``: :meth:`end` leaves it to a run that resumes."""
 
     def __init__(self, prefix: str, identity: Identity, keep: bool) -> None:
-        self._keep = keep
+        self.keep = keep
         self._file = LockedFile(prefix + ".journal")
         self._identity = json.loads(json.dumps(identity))
         self._size = 0  # of what was found
@@ -66,6 +67,13 @@ class Journal:
         self._size = sum(map(len, lines))
         return _finished(json.loads(lines[-1])) if len(lines) > 1 else None
 
+    def kept(self) -> int:
+        """Documents that are lost when :meth:`open` begins anew, without :meth:`find`."""
+        with contextlib.suppress(ValueError, LookupError, TypeError):  # not a journal
+            if len(lines := _whole_lines(self._file.path)) > 1:
+                return _finished(json.loads(lines[-1])).counts.documents
+        return 0
+
     def open(self) -> None:
         """Begin the journal, or go on with the one that was found. Raises FileExistsError: its run has not ended."""
         self._file.path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +87,7 @@ class Journal:
 
     def end(self, done: bool = False) -> None:
         """The run has ended."""
-        if self._keep and not done:
+        if self.keep and not done:
             self._file.close()
         else:
             self._file.remove()
@@ -109,7 +117,11 @@ def _differences(then: Identity, now: Identity) -> list[str]:
     before, after = files
     differ += [f"{path} was not an input then" for path in after if path not in before]
     differ += [f"{path} is no input now" for path in before if path not in after]
-    differ += [f"{path} has changed" for path in after if path in before and before[path] != after[path]]
+    for path in after:
+        if path in before and before[path] != after[path]:
+            time, same = before[path][1], before[path][0] == after[path][0]
+            back = f"touch -d @{time // 10**9}.{time % 10**9:09} {path}"
+            differ.append(f"{path} has {f'another time (where its content is the same: `{back}`)' if same else 'changed'}")
     if not differ and then != now:
         differ.append("the order of the inputs")
     return differ

@@ -4,8 +4,8 @@ The parent reads blocks of the input (:mod:`.inputs`, in a thread of its own), w
 parent writes what comes back in order, so the output is the same bytes for any number of workers.
 
 A worker that raises or dies ends the run; nothing stands under the final names before everything is complete. What is
-finished is written down as the run goes (:mod:`.journal`), and a killed run goes on from there on request. An input that
-changes while it is read ends the run.
+finished is written down as the run goes and when it is interrupted (:mod:`.journal`), and the next run goes on from there on
+request. An input that changes while it is read ends the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_lite.text.origin import found_complete, made_of
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.progress import Progress, told
 from megatron_lite.text.records import BadInput, count_lines
-from megatron_lite.text.shares import Part, Place, Share, after, numbers_before, place_of, read, shares
+from megatron_lite.text.shares import Part, Place, Share, after, end_of, numbers_before, place_of, read, shares
 from megatron_lite.text.tokenizer_fast import Encoder, encoder_for
 
 T = TypeVar("T")
@@ -209,6 +209,7 @@ def run_job(
     identity = {"inputs": files, "part": part and list(part), **job.identity}
     journal = Journal(prefix, identity, keep=resume)
     finished = journal.find() if resume else None
+    discarded = 0 if resume else journal.kept()
     complete = finished is not None and finished.complete
     records = {output: job.record(output, inputs, part) for output in job.outputs}
     if resume and not overwrite and not journal.found and all(prefix_paths(p)[1].exists() for p in job.outputs):
@@ -221,7 +222,10 @@ def run_job(
         with interrupts_held():
             journal.open()
             stack.callback(journal.end)
+            if discarded:
+                say(f"note: {discarded:,} documents that an earlier run had kept are made again; --resume goes on after them")
             if finished is not None and complete:
+                say(f"going on after {finished.counts.documents:,} documents, which are all: the outputs get their names")
                 for output in job.outputs:
                     publish_left(output, with_mask=job.mask)
                 journal.end(done=True)
@@ -236,6 +240,8 @@ def run_job(
         if finished is not None:
             total, taken = finished.counts, finished.taken
             say(f"going on after {total.documents:,} documents")
+        elif resume:
+            say("beginning at the start: no earlier run has kept anything")
         progress = stack.enter_context(closing(Progress(size, total, taken, say, log_interval, bar)))
         source = read(left, job.reading)
         if STANDARD_INPUT not in map(str, inputs):  # a thread that waits for the terminal could not be ended
@@ -244,7 +250,7 @@ def run_job(
         job.begin(None if first is None else first[1], say)
         stream = Stream(source if first is None else chain([first], source), job.reading)
         results = stack.enter_context(closing(told(job.encoded(stream, workers, stack), stream.oldest, say)))
-        taken = _write_all(results, stream, writers, journal, progress, total, taken)
+        taken = _write_all(results, stream, writers, journal, progress, total, taken, say)
         if not total.documents and part is None:
             what = [f"no {job.called} were written: {called(inputs)} of {max(total.bytes, size):,} bytes"]
             raise BadInput("; ".join(what + total.skipped()))
@@ -264,22 +270,41 @@ def _write_all(
     progress: Progress,
     total: Counts,
     taken: int,
+    say: Callable[[str], None],
 ) -> int:
-    """Write what workers made, in order, add to the counts, and write down what is finished; bytes taken at the end."""
+    """Write what workers made, in order, add to the counts, and write down what is finished; bytes taken at the end.
+
+    Ctrl-C and SIGTERM wait for the end of a block, and what is finished then is written down too.
+    """
     written_down, when = total.bytes, monotonic()
-    for encoded in results:
-        share, block = stream.given.popleft()
-        if encoded.failure is not None:
-            number = encoded.failure.number + stream.numbers_before(share)
-            raise BadInput(f"{block.file}:{number}: {encoded.failure.what}")
-        if total.bytes - written_down >= _FINISHED_BYTES or monotonic() - when >= _FINISHED_SECONDS:
-            journal.add(Finished(place_of(share.file, block), taken, total, [writer.state() for writer in writers]))
-            written_down, when = total.bytes, monotonic()
-        for writer, column in zip(writers, encoded.columns, strict=True):
-            writer.add_documents(column.tokens, column.lengths, column.sequences)
-        total.add(encoded.counts)
-        taken = share.taken(block)
-        progress.show(total, taken)
+    place: Place | None = None  # behind what was written
+
+    def write_down(place: Place) -> None:
+        journal.add(Finished(place, taken, total, [writer.state() for writer in writers]))
+
+    try:
+        for encoded in results:
+            with interrupts_held():
+                share, block = stream.given.popleft()
+                if encoded.failure is not None:
+                    number = encoded.failure.number + stream.numbers_before(share)
+                    raise BadInput(f"{block.file}:{number}: {encoded.failure.what}")
+                if total.bytes - written_down >= _FINISHED_BYTES or monotonic() - when >= _FINISHED_SECONDS:
+                    write_down(place_of(share.file, block))
+                    written_down, when = total.bytes, monotonic()
+                for writer, column in zip(writers, encoded.columns, strict=True):
+                    writer.add_documents(column.tokens, column.lengths, column.sequences)
+                total.add(encoded.counts)
+                taken, place = share.taken(block), Place(share.file, end_of(block))
+                progress.show(total, taken)
+    except KeyboardInterrupt:
+        with interrupts_held():
+            if journal.keep and place is not None:
+                if stream.given:  # the next block, perhaps of the next file
+                    place = place_of(stream.given[0][0].file, stream.given[0][1])
+                write_down(place)
+                say(f"kept: {total.documents:,} documents")
+        raise
     return taken
 
 

@@ -92,6 +92,11 @@ def place_of(file: int, block: Block) -> Place:
     return Place(file, block.offset if isinstance(block, Lines) else block.first - 1)
 
 
+def end_of(block: Block) -> int:
+    """Where it ends, in the units of a place."""
+    return block.end if isinstance(block, Lines) else block.first - 1 + len(block)
+
+
 def after(all_shares: Sequence[Share], place: Place) -> list[Share]:
     """What is left from a place on."""
     left = [share for share in all_shares if share.file >= place.file]

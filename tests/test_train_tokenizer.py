@@ -81,3 +81,16 @@ def test_clauses_are_no_tokens_and_the_fast_path_takes_it(tmp_path: Path, patter
     assert ("GDP增长" in found) == (pattern != "deepseek") and "GDP" in "".join(found)
     tokenizer = build_tokenizer("HuggingFaceTokenizer", model=str(tmp_path / "t"))
     assert encoder_of(tokenizer, [text.decode()]).is_fast
+
+
+def test_special_tokens_are_reserved(tmp_path: Path) -> None:
+    """Tokens of a chat template: ids of their own, which take from the vocabulary and are declared special."""
+    (tmp_path / "a.jsonl").write_bytes(line("some words <|im_end|> " * 30) * 50)
+    chat = ("<|im_start|>", "<|im_end|>")
+    assert train(tmp_path / "t", "--input", tmp_path / "a.jsonl", "--vocab-size", 280, "--special-tokens", *chat).returncode == 0
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", model=str(tmp_path / "t"))
+    assert tokenizer.vocab_size <= 280 and set(tokenizer.special) == {"<|endoftext|>", *chat}
+    assert tokenizer.eod_id == tokenizer.special["<|endoftext|>"]
+    for flags in (("--special-tokens", "a", "a"), ("--special-tokens", "<|endoftext|>"), ("--special-tokens", " "), ("--vocab-size", 256)):
+        refused = train(tmp_path / "no", "--input", tmp_path / "a.jsonl", *flags)
+        assert refused.returncode == 2 and ("each once, and none empty" in refused.stderr or "at least 257" in refused.stderr)

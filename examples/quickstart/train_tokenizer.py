@@ -4,6 +4,9 @@
 
 Reads what preprocessing reads. Of a large corpus a sample is taken: from 64 places evenly over the input, in proportion to
 the sizes of the files, always the same. Every 50th text is held out, to say at the end how many bytes a token has.
+
+Conversations need tokens that no text has, and they are to be in the tokenizer from the first day, since a trained model
+takes no new ones: --special-tokens '<|im_start|>' '<|im_end|>'
 """
 
 import argparse
@@ -64,20 +67,36 @@ def texts(paths: list[Path], options: InputOptions, most: int) -> Iterator[tuple
                 break
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="files, patterns, directories, or -")
     add_reading_flags(parser)
-    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY")
+    text = "of the texts in a record (default: text)"
+    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help=text)
     parser.add_argument("--sample-mb", type=float, default=500, metavar="MB", help="of text to train on (default: 500)")
     parser.add_argument(
         "--pattern", choices=("gpt2", *PATTERNS), default="deepseek", help="cuts words (default: deepseek)"
     )
     text = "bytes; a Chinese character has three (default: 24)"
     parser.add_argument("--longest-token", type=int, default=24, metavar="N", help=text)
-    parser.add_argument("--vocab-size", type=int, default=8192)
-    parser.add_argument("--out", type=Path, required=True)
+    text = f"tokens that texts never become, beside {END}: those of a chat template (default: none)"
+    parser.add_argument("--special-tokens", nargs="+", default=[], metavar="TOKEN", help=text)
+    text = "entries, special ones and the 256 bytes too (default: 8192)"
+    parser.add_argument("--vocab-size", type=int, default=8192, metavar="N", help=text)
+    text = "directory that gets tokenizer.json and tokenizer_config.json"
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
     args = parser.parse_args()
+    special = [END, *args.special_tokens]
+    if len(set(special)) < len(special) or not all(map(str.strip, special)):
+        parser.error(f"--special-tokens: {' '.join(map(repr, args.special_tokens))} beside {END!r}: each once, and none empty")
+    if args.vocab_size < 256 + len(special):
+        parser.error(f"--vocab-size {args.vocab_size}: at least {256 + len(special)}, of the bytes and special tokens")
+    return args
+
+
+def main() -> None:
+    args = parse()
     options = InputOptions(tuple(args.json_keys), args.encoding, args.document_separator, block_bytes=1 << 16)
     try:
         found = [(argument, path) for argument in args.input for path in expand_inputs([argument])]
@@ -88,7 +107,7 @@ def main() -> None:
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=args.vocab_size,
-            special_tokens=[END],
+            special_tokens=[END, *args.special_tokens],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             max_token_length=args.longest_token,
             show_progress=False,

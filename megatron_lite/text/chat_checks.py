@@ -100,7 +100,7 @@ def no_end(template: ChatTemplate, tokenizer: Tokenizer, number: int) -> str:
     if not any(text in end for text in tokenizer.special):
         tokens = len(tokenizer.encode(end)) - len(tokenizer.encode(""))
         why.append(
-            f"this tokenizer has that as plain text ({tokens} token{'s' * (tokens != 1)}): take one that has it as a special token, "
-            "which is for the training of the tokenizer"
+            f"this tokenizer has that as plain text ({tokens} token{'s' * (tokens != 1)}): write a special token that it has "
+            f"({', '.join([*tokenizer.special][:4]) or 'there is none'}), or train it with this one as a special token"
         )
     return f"{said}: the template writes {end[:40]!r} behind an answer, and {'; '.join(why)}"

@@ -107,10 +107,15 @@ source_key: 7
     [
         ("", "the file is empty"),
         ("text_key: a\n", "no steps"),
-        ("steps: []\n", "expected a list"),
+        ("steps: []\n", "1: steps: the list is empty; expected a list of one step or more, as in '- normalise'"),
+        ("steps:\n", "1: steps: the list is empty"),
+        ("steps: [mask: {phone: }]\n", 'mask.phone: None: expected text\n      try:     a value, or leave the option out; "" for'),
+        ("steps: [bloom: {expected: }]\n", "try:     a value, or leave the option out"),
+        ("steps:\n  - bloom: {expected: !x 1}\n", "2: bloom.expected: could not determine a constructor for the tag '!x'"),
         ("steps: normalise\n", "expected a list"),
         ("- normalise\n", "expected fields"),
-        ("steps: [normalise\n", "not YAML"),
+        ("steps:\n  - exact\n - normalise\n", "c.yaml:3: not YAML (while parsing a block mapping, expected <block end>"),
+        ("steps: \0\n", "c.yaml: not YAML (unacceptable character #x0000"),
         ("steps:\n  - bloom: {against: nowhere}\n", "2: bloom: against nowhere: not a directory that 'save' wrote"),
         ("steps:\n  - perplexity\n", "2: perplexity"),
         ("steps:\n  - {}\n", "2: steps: expected a step's name"),
@@ -125,7 +130,7 @@ source_key: 7
 def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str, what: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(what)):
         load_pipeline(write(tmp_path / "c.yaml", text))
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=re.escape("missing.yaml: cannot be read (No such file or directory)")):
         load_pipeline(str(tmp_path / "missing.yaml"))
 
 
@@ -334,7 +339,7 @@ def test_a_full_disk_is_no_traceback(good: list[str], monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(shards, "_compress", full)
     assert run(good) == ERROR
-    assert re.search(r"No space left on device: '.*part-0.0.tmp'; nothing was written to", capsys.readouterr().err)
+    assert re.search(r"error: /.*part-0\.0\.tmp: No space left on device; nothing was written to", capsys.readouterr().err)
     monkeypatch.undo()
     assert run(good) == DONE
 

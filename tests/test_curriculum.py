@@ -77,7 +77,7 @@ def test_a_file(tmp_path: Path) -> None:
         ("stages:\n- at: 0\n  weights: {a: much}", "c.yaml:3: weights.a: 'much'"),
         ("stages:\n- at: 0\n  weights: {a: 0, b: 0}", "c.yaml:3: weights: no source is drawn"),
         ("stages:\n- at: 0\n  weights: [1, 2]", "c.yaml:3: weights: expected fields"),
-        ("stages: [", "--curriculum .*c.yaml: not YAML"),
+        ("stages: [", "--curriculum .*c.yaml:1: not YAML"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(text: str, message: str, tmp_path: Path) -> None:

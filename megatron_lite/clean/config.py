@@ -26,7 +26,7 @@ from megatron_lite.clean.step import SAVED_BY, CorpusOptions, Step
 from megatron_lite.config.flags import field_kinds
 from megatron_lite.config.problem import ConfigError, Problem, nearest_name
 from megatron_lite.config.values import NUMBER, convert, plain
-from megatron_lite.config.yaml_file import compose_file, construct, mapping_pairs
+from megatron_lite.config.yaml_file import compose_file, construct, mapping_pairs, yaml_words
 
 # name of a step -> module:class
 STEPS: Mapping[str, str] = {
@@ -154,7 +154,8 @@ class _Reader:
 
     def _read_steps(self, line: int, node: yaml.Node) -> None:
         if not isinstance(node, yaml.SequenceNode) or not node.value:
-            self.complain(line, "steps: expected a list, as in '- normalise'")
+            empty = "the list is empty; " if not node.value else ""
+            self.complain(line, f"steps: {empty}expected a list of one step or more, as in '- normalise'")
             return
         for item in node.value:
             line = item.start_mark.line + 1
@@ -203,12 +204,14 @@ class _Reader:
         except ValueError as error:
             self.complain(line, f"{where}{key}: {value!r}: {error}", _yaml_hint(node, value, error))
         except yaml.YAMLError as error:
-            self.complain(line, f"{where}{key}: {' '.join(str(error).split())}")
+            self.complain(line, f"{where}{key}: {yaml_words(error)[1]}")
 
 
 def _yaml_hint(node: yaml.Node, value: Any, error: ValueError) -> str:
     """What YAML reads otherwise than it is meant."""
     inner = [str(n.value) for n in node.value if n.tag.endswith(":bool")] if isinstance(node, yaml.SequenceNode) else []
+    if value is None:
+        return "a value, or leave the option out" + ('; "" for an empty text' if str(error) == "expected text" else "")
     words = [str(node.value)] if isinstance(value, bool) else inner
     if words:
         return f'"{words[0]}" in quotes, if the word is meant (YAML reads yes, no, on and off as true and false)'

@@ -111,10 +111,10 @@ def status_of(
         try:
             status, text = work()
         except (ValueError, FileExistsError, FileNotFoundError, PermissionError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {_words(error)}", file=sys.stderr)
             return CONFIGURATION
         except failures as error:
-            print(f"error: {error}; {left}", file=sys.stderr)
+            print(f"error: {_words(error)}; {left}", file=sys.stderr)
             return ERROR
         print(text)  # outside: what cannot be printed does not mean that nothing was written
         return status
@@ -123,6 +123,13 @@ def status_of(
         return INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, terminate)
+
+
+def _words(error: Exception) -> str:
+    """An error without the number that the system has for it."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -47,9 +47,17 @@ def compose_file(flag: str, path: str) -> yaml.Node | None:
     try:
         return yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem(f"{flag} {path}: cannot be read ({error})")]) from None
+        raise ConfigError([Problem(f"{flag} {path}: cannot be read ({getattr(error, 'strerror', None) or error})")]) from None
     except yaml.YAMLError as error:
-        raise ConfigError([Problem(f"{flag} {path}: not YAML ({' '.join(str(error).split())})")]) from None
+        line, words = yaml_words(error)
+        raise ConfigError([Problem(f"{flag} {path}{line}: not YAML ({words})")]) from None
+
+
+def yaml_words(error: Exception) -> tuple[str, str]:
+    """(``:LINE``, or nothing where it is unknown; what is wrong) of an error of reading YAML."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f":{error.problem_mark.line + 1}", ", ".join(filter(None, (error.context, error.problem)))
+    return "", str(error).split("\n")[0]
 
 
 def read_file(path: str) -> ConfigFile:
@@ -60,7 +68,8 @@ def read_file(path: str) -> ConfigFile:
         if node is not None:
             _read_sections(found, node)
     except yaml.YAMLError as error:  # a tag that names no type, an alias of itself
-        raise ConfigError([Problem(f"--config {path}: {' '.join(str(error).split())}")]) from None
+        line, words = yaml_words(error)
+        raise ConfigError([Problem(f"--config {path}{line}: {words}")]) from None
     return found
 
 

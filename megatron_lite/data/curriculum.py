@@ -36,7 +36,7 @@ import yaml
 
 from megatron_lite.config.problem import ConfigError, Problem, nearest_divisors, nearest_name
 from megatron_lite.config.values import convert, whole_amount
-from megatron_lite.config.yaml_file import compose_file, construct, mapping_pairs
+from megatron_lite.config.yaml_file import compose_file, construct, mapping_pairs, yaml_words
 from megatron_lite.data.blend import Blend, WindowsBlend
 from megatron_lite.data.row import Dataset, Row
 
@@ -197,14 +197,14 @@ class _Reader:
             value = construct(node)
             return convert(value, kind)
         except (ValueError, yaml.YAMLError) as error:
-            self.complain(line, f"{where}: {value!r}", " ".join(str(error).split()))
+            self.complain(line, f"{where}: {value!r}", yaml_words(error)[1])
             return None
 
     def _at(self, line: int, node: yaml.Node, last: Stage) -> int:
         try:
             at = whole_amount(str(construct(node)))
         except (ValueError, yaml.YAMLError) as error:
-            self.complain(line, f"at: {' '.join(str(error).split())}")
+            self.complain(line, f"at: {yaml_words(error)[1]}")
             return last.at
         if at > _MOST_TOKENS:
             self.complain(line, f"at: {at:,}", f"at most {_MOST_TOKENS:,} tokens")

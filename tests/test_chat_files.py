@@ -282,7 +282,9 @@ def test_a_run_on_a_file_of_conversations(model: Path, tmp_path: Path, ranks: in
     assert len(losses["a"]) == 4 and losses["a"] == losses["b"] == losses["c"] + losses["d"] != losses["bare"]
     (prefix,) = {p.name.removesuffix(".idx") for p in (tmp_path / ".tokenized").glob("*_chat.idx")}
     assert {f"{prefix}{q}.bin" for q in ("", "_loss_mask")} == {p.name for p in (tmp_path / ".tokenized").glob("*.bin")}
-    assert "packed into" in outcomes[1].text
+    assert "packed into" in outcomes[1].text and "\u27e6" in outcomes[1].text.split("first sample: ")[1]
+    said = [outcomes[1].text.index(part) for part in ("samples of 64 tokens are", "warnings:\n  - nothing is saved", "first step: ")]
+    assert said == sorted(said), "warnings stand last before the first step"
     if ranks == 1:  # whoever gets the lock says it
         _other_template(tmp_path, flags, source, folder, losses["a"])
         assert "9 conversations" in outcomes[1].text and "1 dropped: without an assistant's turn" in outcomes[1].text

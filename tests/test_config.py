@@ -327,13 +327,13 @@ def test_what_is_given_of_a_model_is_not_thrown_away(tmp_path: Path) -> None:
     here = "--load d --use-checkpoint-args"
     file = tmp_path / "a.yaml"
     file.write_text("model: {num_layers: 3, vocab_size: 0}\n")  # 0: the tokenizer's
-    for given in ("--num-layers 3", f"--config {file}"):
-        [problem] = with_checkpoint_args(load(f"{given} {here}".split()), saved).problems
+    for line in ("--num-layers 3", f"--config {file}"):
+        [problem] = with_checkpoint_args(load(f"{line} {here}".split()), saved).problems
         assert problem.numbers == "num-layers 3 given, 2 in the checkpoint"
         assert problem.nearest == "leave num-layers out, or leave --use-checkpoint-args out"
     several = f"--model gpt --vocab-size 2002 --max-position-embeddings 256 --no-swiglu {here}"
     [problem] = with_checkpoint_args(load(several.split()), saved).problems
-    for numbers in ("model gpt given, llama in", "vocab-size 2002 given, 100 in", "max-position-embeddings 256 given, 32 in", "swiglu False"):
+    for numbers in ("model gpt given, llama in", "vocab-size 2002 given, 100", "max-position-embeddings 256 given, 32", "swiglu False"):
         assert numbers in problem.numbers
     same = f"--model llama --num-layers 2 --hidden-size 64 --kv-channels 16 --vocab-size 100 {here}"  # 16 is what follows
     assert with_checkpoint_args(load(same.split()), saved).problems == ()

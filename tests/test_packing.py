@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from whole_model import assert_same, enlarge, make_whole
 
+from megatron_lite.cli.inspect import dataset_text
 from megatron_lite.config.schema_io import DataConfig
 from megatron_lite.data.batch import Batch, Row, make_batch
 from megatron_lite.data.build import build_datasets
+from megatron_lite.data.describe import describe
 from megatron_lite.data.index_format import mask_prefix
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter, TokenStream, open_mask
 from megatron_lite.data.loader import Loader
@@ -25,6 +27,7 @@ from megatron_lite.mesh.layout import Layout
 from megatron_lite.model.llama import Llama
 from megatron_lite.testing.layouts import Batches, Case, tiny_llama
 from megatron_lite.testing.ranks import run_ranks
+from megatron_lite.train.report import first_sample_line
 
 S = 8
 
@@ -202,7 +205,7 @@ def test_a_mask_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 def build(*data_path: str, asked: tuple[int, int, int] = (10, 0, 0), **options: Any) -> Any:
     config = {"packing": "best-fit", "split": "1", **options}
-    return build_datasets(DataConfig(seq_length=S, data_path=data_path, **config), asked=asked, seed=1, vocab_size=9999)
+    return build_datasets(DataConfig(**{"seq_length": S, "data_path": data_path, **config}), asked=asked, seed=1, vocab_size=9999)
 
 
 def test_building(tmp_path: Path) -> None:
@@ -229,6 +232,22 @@ def test_building(tmp_path: Path) -> None:
     assert "reads no loss masks" in text
     assert "one token trains nothing" in str(build(write(tmp_path / "ones", [1] * 20)).problems)
     assert not build(masked).notices, "conversations end without an end-of-document token"
+    cut = build(write(tmp_path / "long", [5, 3, 40], [[0] * 5, [0] * 3, [0] * 30 + [1] * 10]))
+    assert cut.masked and "1 of 3 conversations are longer than a row" in cut.notices[0] and "data chat --seq-length 8" in cut.notices[0]
+    assert "--packing best-fit" in build(masked, seq_length=3, packing="windows").notices[0]
+    assert not build(write(tmp_path / "text", [5, 3, 40], eod_id=3)).notices, "text loses no question"
+
+
+def test_what_the_loss_counts_is_shown(tmp_path: Path) -> None:
+    """The share in ``inspect``, and marks in the first sample, whose mask is of the tokens one further on."""
+    prefix = write(tmp_path / "m", [5, 4], [[0, 0, 1, 1, 0], [0, 1, 1, 1]])
+    assert "(5, 55.6%)" in dataset_text(found := describe(prefix)) and found["loss_tokens"] == 5
+    assert describe(write(tmp_path / "n", [5]))["loss_tokens"] is None
+    row = Row(np.arange(6), np.zeros(1, np.int64), 0, np.array([0, 1, 1, 0, 1], np.uint8))
+    batch = make_batch([row])
+    assert first_sample_line(None, batch, masked=True) == "first sample: '0 1 \u27e62 3\u27e7 4'"
+    letters = first_sample_line(lambda ids: "".join("abcdef"[i] for i in ids), batch, masked=True)
+    assert letters == "first sample: 'ab\u27e6cd\u27e7e'" and first_sample_line(None, batch) == "first sample: ids [0, 1, 2, 3, 4] ..."
 
 
 def test_half_a_million_documents_in_a_second() -> None:

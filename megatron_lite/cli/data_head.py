@@ -12,7 +12,6 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from megatron_lite.cli.corpus import any_name_prints
@@ -22,8 +21,6 @@ from megatron_lite.text.tokenizer import READ_BY, Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
     from megatron_lite.data.index_format import DatasetMeta
-
-OPEN, CLOSE = "\u27e6", "\u27e7"  # around tokens with loss
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,6 +41,7 @@ def run(argv: Sequence[str]) -> int:
     """The subcommand."""
     args = parser().parse_args(argv)
     any_name_prints()
+    from megatron_lite.data.describe import CLOSE, OPEN, marked
     from megatron_lite.data.index_format import prefix_of
     from megatron_lite.data.indexed import IndexedDataset, open_mask
 
@@ -70,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
                 print(json.dumps(found | ({} if loss is None else {"loss": loss}), ensure_ascii=False))
                 continue
             print(f"--- document {number}: {stop - start:,} tokens" + ("" if mask is None else f", {sum(loss or []):,} with loss"))
-            print(_shown(tokenizer, ids, loss or [0] * len(ids)))
+            print(marked(None if tokenizer is None else tokenizer.decode, ids, loss or [0] * len(ids)))
             if end < stop:
                 print(f"... {stop - end:,} more tokens")
     return DONE
@@ -107,18 +105,3 @@ def _tokenizer(args: argparse.Namespace, meta: DatasetMeta | None) -> Tokenizer 
             why = str(error)
     print(f"note: ids are shown, since {why}; give --tokenizer-model", file=sys.stderr)
     return None
-
-
-def _shown(tokenizer: Tokenizer | None, ids: list[int], loss: list[int]) -> str:
-    """Text, or ids, with marks around what has loss."""
-    pieces, at, before = [], 0, ""
-    for has_loss, run_of in groupby(loss):
-        at += (length := len(list(run_of)))
-        if tokenizer is None:
-            piece, between = " ".join(map(str, ids[at - length : at])), " "
-        else:
-            text = tokenizer.decode(ids[:at])  # from the start: what a token's text is depends on those before it
-            common = text.startswith(before)
-            piece, before, between = text[len(before) :] if common else tokenizer.decode(ids[at - length : at]), text, ""
-        pieces.append(f"{OPEN}{piece}{CLOSE}" if has_loss else piece)
-    return between.join(pieces) if pieces else ""

@@ -81,7 +81,9 @@ def dataset_text(found: dict[str, Any]) -> str:
         shown = ("eod_id", "vocab_size", "largest_id", "tokenizer")
         lines.append("  " + ", ".join(f"{name} {found['meta'][name]}" for name in shown))
     if found["loss_mask"] is not None:
-        lines.append(f"  which tokens the loss counts: {found['loss_mask']}")
+        counted = found["loss_tokens"]
+        share = "" if counted is None else f" ({counted:,}, {counted / max(1, found['tokens']):.1%})"
+        lines.append(f"  which tokens the loss counts: {found['loss_mask']}{share}")
     for number, document in enumerate(found["first_documents"]):
         more = " ..." if document["tokens"] > len(document["ids"]) else ""
         lines.append(f"  document {number}: {' '.join(map(str, document['ids']))}{more}")

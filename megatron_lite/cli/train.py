@@ -137,8 +137,10 @@ def with_vocabulary(config: RunConfig[Any]) -> tuple[RunConfig[Any], list[Proble
     if given:
         numbers = f"vocab-size {given}, tokenizer {size}"
         what = "the tokenizer has ids outside the vocabulary"
-        taken = " for a new model; for the checkpoint's, the tokenizer with which it was trained" if config.checkpoint.use_checkpoint_args else ""
-        return config, [Problem(what, numbers, nearest=f"--vocab-size {size}{taken}")]
+        nearest = f"--vocab-size {size}"
+        if config.checkpoint.use_checkpoint_args:
+            nearest += " for a new model; for the checkpoint's, the tokenizer with which it was trained"
+        return config, [Problem(what, numbers, nearest=nearest)]
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size)), []
 
 

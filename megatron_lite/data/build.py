@@ -24,10 +24,10 @@ from megatron_lite.data.sources import (
     Source,
     agreed_eod,
     open_all,
+    other_tokenizers,
     parse_sources,
     parse_split,
     split_ranges,
-    other_tokenizers,
     vocabulary_problems,
 )
 from megatron_lite.data.transform import TransformedRows, load_transform
@@ -66,6 +66,7 @@ def build_datasets(
     result.problems += found
     for name, d in opened.items():
         result.seen[name] = [d.num_documents, len(d), d.num_tokens, d.meta and d.meta.sha256_bin]
+    result.masked = any(d.loss_mask is not None for d in opened.values())
     result.eod_id, found = agreed_eod(opened, eod_id)
     # Another tokenizer is one problem, not also an end-of-document id and a vocabulary that differ.
     other = other_tokenizers(opened, fingerprint, tokenizer_flags)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import numpy as np
 from megatron_lite.data.index_format import mask_prefix, pieces
 from megatron_lite.data.indexed import IndexedDataset, open_mask
 
+OPEN, CLOSE = "\u27e6", "\u27e7"  # around tokens that count as targets
 _CHUNK = 1 << 20
+_MASK_UP_TO = 1 << 26  # bytes of a loss mask that is read to count in it
 
 
 def describe(prefix: str | Path, *, first: int = 3, ids: int = 16, checksums: bool = False) -> dict[str, Any]:
@@ -26,7 +30,8 @@ def describe(prefix: str | Path, *, first: int = 3, ids: int = 16, checksums: bo
     Returns:
         A dictionary that JSON can hold: ``prefix, dtype, documents, sequences, tokens, bytes, empty_documents, shortest,
         longest, mean``, ``lengths`` (documents per range of lengths, e.g. ``{"1": 2, "2-3": 10, "4-7": 40}``),
-        ``first_documents`` (their lengths and first ids), ``loss_mask`` (its prefix, or None), ``meta`` (what ``.meta.json``
+        ``first_documents`` (their lengths and first ids), ``loss_mask`` (its prefix, or None), ``loss_tokens`` (how many tokens
+        it counts; None where there is none, or a large one), ``meta`` (what ``.meta.json``
         says, or None), ``problems``.
     """
     with contextlib.closing(IndexedDataset(prefix)) as dataset:
@@ -53,6 +58,7 @@ def describe(prefix: str | Path, *, first: int = 3, ids: int = 16, checksums: bo
             "lengths": {_range(k): int(counts[k]) for k in np.flatnonzero(counts).tolist()},
             "first_documents": [_document(dataset, d, ids) for d in range(min(first, dataset.num_documents))],
             "loss_mask": mask_prefix(dataset.prefix) if dataset.access.exists(mask_prefix(dataset.prefix)) else None,
+            "loss_tokens": _counted(dataset),
             "meta": vars(dataset.meta).copy() if dataset.meta is not None else None,
             "problems": problems,
         }
@@ -103,6 +109,35 @@ def _sha256(name: str) -> str:
         while data := file.read(_CHUNK):
             sha.update(data)
     return sha.hexdigest()
+
+
+def _counted(dataset: IndexedDataset) -> int | None:
+    """How many tokens of a dataset count as targets; None without a mask, and where it is large or broken."""
+    if dataset.num_tokens > _MASK_UP_TO:
+        return None
+    try:
+        mask = open_mask(dataset)
+    except (OSError, ValueError):  # what is wrong with it is verify's to say
+        return None
+    if mask is None:
+        return None
+    with contextlib.closing(mask):
+        return int(np.count_nonzero(mask.raw(0, mask.num_tokens)))
+
+
+def marked(decode: Callable[[Sequence[int]], str] | None, ids: list[int], loss: Sequence[int]) -> str:
+    """Text, or ids where there is no ``decode``, with marks around what counts as a target."""
+    pieces, at, before = [], 0, ""
+    for has_loss, run_of in groupby(loss):
+        at += (length := len(list(run_of)))
+        if decode is None:
+            piece, between = " ".join(map(str, ids[at - length : at])), " "
+        else:
+            text = decode(ids[:at])  # from the start: what a token's text is depends on those before it
+            common = text.startswith(before)
+            piece, before, between = text[len(before) :] if common else decode(ids[at - length : at]), text, ""
+        pieces.append(f"{OPEN}{piece}{CLOSE}" if has_loss else piece)
+    return between.join(pieces) if pieces else ""
 
 
 def _document_lengths(dataset: IndexedDataset, start: int, count: int) -> np.ndarray:

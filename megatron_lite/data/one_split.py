@@ -41,6 +41,7 @@ class Datasets:
         facts: what decides about training rows besides files and flags: to be the same on all ranks and after a restart.
         seen: of each dataset the documents, sequences, tokens and checksum: to be the same on all ranks, whose nodes may
             have files of their own.
+        masked: there are data with a loss mask.
     """
 
     train: Dataset | None = None
@@ -55,6 +56,7 @@ class Datasets:
     curriculum: Curriculum | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     seen: dict[str, list[Any]] = field(default_factory=dict)
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,12 @@ class Split:
 
     def _member(self, part: Part) -> WindowDataset | PackedDataset:
         stream, size = part.stream, self.data.seq_length
+        masked = stream.dataset.loss_mask is not None
         if self.data.packing == "windows":
+            if masked:
+                self.result.notices.append(
+                    f"{stream.name}: windows cut conversations anywhere, answers may lose their question: --packing best-fit"
+                )
             return WindowDataset(stream, size, self.seed, salt=part.number, vocab_size=self.vocab_size)
         padding = self.result.eod_id or 0
         packed = PackedDataset(
@@ -121,6 +128,11 @@ class Split:
             cache=self.cache, tell=self.result.notices.append,
         )  # fmt: skip
         self.result.summary.append(f"{stream.name}: {packed.describe()}")
+        if masked and packed.plan.cut:
+            self.result.notices.append(
+                f"{stream.name}: {packed.plan.cut:,} of {packed.plan.documents:,} conversations are longer than a row and cut, answers "
+                f"may lose their question: a longer --seq-length, or data chat --seq-length {size}, which leaves them out and counts them"
+            )
         self.places[part.number] = len(packed) * size
         return packed
 

@@ -38,6 +38,7 @@ class Data:
         facts: what decides about samples besides files and flags (the tokenizer's fingerprint and end-of-document id, the
             stages of a curriculum, the source of a transform), stored in checkpoints.
         mix: what training samples are drawn from (None: made up); curriculum: of the training data.
+        masked: there are data with a loss mask.
     """
 
     train: Loader
@@ -49,6 +50,7 @@ class Data:
     facts: dict[str, Any]
     mix: Mix | None = None
     curriculum: Curriculum | None = None
+    masked: bool = False
 
     def close(self) -> None:
         """Stop all threads."""
@@ -203,4 +205,5 @@ def open_data(
         },
         mix=found.mix,
         curriculum=found.curriculum,
+        masked=found.masked,
     )

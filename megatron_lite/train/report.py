@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from megatron_lite.config.schema import RunConfig
+from megatron_lite.data.batch import Batch
+from megatron_lite.data.describe import marked
 from megatron_lite.mesh.mesh import ProcessMesh
 from megatron_lite.model.protocol import ModelDefinition
 from megatron_lite.train.evaluate import Evaluation
@@ -211,9 +213,13 @@ def sanity_lines(report: StepReport, vocab_size: int, samples: int, seq_length: 
     ]
 
 
-def first_sample_line(decode: Callable[[list[int]], str] | None, tokens: torch.Tensor, width: int = 160) -> str:
-    """The beginning of the first row, as text where a tokenizer is at hand."""
-    ids = tokens[:64].tolist()
+def first_sample_line(decode: Callable[[Sequence[int]], str] | None, batch: Batch, *, masked: bool = False, width: int = 160) -> str:
+    """The beginning of the first row, as text where a tokenizer is at hand; ``masked``: marks around what the loss counts."""
+    if masked:
+        ids = batch.tokens[:128].tolist()
+        counts = [0, *batch.loss_mask[: len(ids) - 1].int().tolist()]  # the mask is of targets, which stand one further on
+        return f"first sample: {marked(decode, ids, counts)[: 4 * width]!r}"
+    ids = batch.tokens[:64].tolist()
     if decode is None:
         return f"first sample: ids {ids[:16]} ..."
     return f"first sample: {decode(ids)[:width]!r}"

@@ -181,7 +181,7 @@ class Training:
         if counted.step == 1:
             for line in sanity_lines(report, self.assembly.definition.vocab_size, size, self.config.data.seq_length):
                 self.reporter.say(line)
-            self.reporter.say(first_sample_line(self.data.decode, batches.microbatches[0].tokens))
+            self.reporter.say(first_sample_line(self.data.decode, batches.microbatches[0], masked=self.data.masked))
         return self._after_step(report)
 
     def _row_length(self) -> int:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_lite.text.chat_records import CALLS
 from megatron_lite.text.chat_template import ChatTemplate, Rendered
 from megatron_lite.text.encode import Counts
 from megatron_lite.text.tokenizer import Tokenizer
@@ -26,11 +25,11 @@ def missing(answers: Sequence[dict[str, Any]], rendered: Rendered, without_speci
     looked = absent = 0
     for k, message in enumerate(answers):
         content = message.get("content")
-        if not isinstance(content, str) or not content.strip() or any(message.get(key) for key in CALLS):
+        if not isinstance(content, str) or not (said := content.strip()) or _calls(message):
             continue
         looked += 1
         start, stop = rendered.marked[k] if aligned else (0, len(rendered.text))
-        if content.strip() in (turn := rendered.text[start:stop]):
+        if rendered.text.startswith(said, start) or said in (turn := rendered.text[start:stop]):  # mostly the first, which is quick
             continue
         turn = without_special(turn).casefold()
         parts = (part.strip() for part in _BETWEEN.split(content.casefold()))
@@ -40,17 +39,18 @@ def missing(answers: Sequence[dict[str, Any]], rendered: Rendered, without_speci
 
 def coded_twice(messages: Sequence[dict[str, Any]], text: str) -> bool:
     """Whether arguments of a tool that are JSON in a string were written as a string inside JSON."""
-    for message in messages:
-        for call in (c for key in CALLS for c in _list(message.get(key)) if isinstance(c, dict)):
-            inner = call.get("function")
-            arguments = (inner if isinstance(inner, dict) else call).get("arguments")
-            if isinstance(arguments, str) and arguments.lstrip()[:1] == "{" and json.dumps(arguments, ensure_ascii=False) in text:
-                return True
+    for call in (call for message in messages for call in _calls(message)):
+        inner = call.get("function")
+        arguments = (inner if isinstance(inner, dict) else call).get("arguments")
+        if isinstance(arguments, str) and arguments.lstrip()[:1] == "{" and json.dumps(arguments, ensure_ascii=False) in text:
+            return True
     return False
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The calls of tools in a message."""
+    found = message.get("tool_calls") or message.get("function_call") or []
+    return [call for call in (found if isinstance(found, list) else [found]) if isinstance(call, dict)]
 
 
 def refuse_header(template: ChatTemplate) -> None:

@@ -25,7 +25,7 @@ SPEAKERS = {
     "tool": "tool",
 }
 _NAMES = ("role", "name")  # of a message, which say who speaks
-CALLS = ("tool_calls", "function_call")  # of an answer without content
+_SAY = ("content", "tool_calls", "function_call")  # of an answer; other keys are beside it
 _ROLE = re.compile(r"[\w-]+")  # templates write roles as they stand, and no special token is spelled so
 _SHOWN = 24  # characters in a message
 
@@ -57,7 +57,7 @@ class Conversation:
     @property
     def has_empty_answer(self) -> bool:
         """Whether one of them says nothing at all, no call of a tool either."""
-        return any(not any(says(m.get(key)) for key in ("content", *CALLS)) for m in self.answers)
+        return any(not any(says(m.get(key)) for key in _SAY) for m in self.answers)
 
     @property
     def unknown_roles(self) -> list[str]:
@@ -163,4 +163,5 @@ def _one_of(record: dict[str, Any], names: Sequence[str], what: str) -> str:
         return found[0]
     if found:
         raise BadRecord(f"several keys could be the {what}", f" ({', '.join(found)}): name one with --{what}-key")
-    raise BadRecord("neither 'messages' nor a prompt and its answer", f" (no {', '.join(map(repr, names))})")
+    text = "; of texts `megatron-lite data preprocess` makes data" if "text" in record else ""
+    raise BadRecord("neither 'messages' nor a prompt and its answer", f" (no {', '.join(map(repr, names))}){text}")

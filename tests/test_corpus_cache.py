@@ -140,6 +140,16 @@ def at_once(path: Path, processes: int) -> list[Any]:
     return found
 
 
+def test_the_command_that_helps_is_told(tmp_path: Path) -> None:
+    for data, words in (
+        ('{"text": "今天天气很好"}\n'.encode("gb18030"), "--data-path {0}_text_document first: .* --encoding gb18030 --append-eod"),
+        (b'{"body": "1"}\n', "--json-keys names another one; .* --data-path {0}_KEY_document first: .* --json-keys KEY --append-eod"),
+    ):
+        (tmp_path / "corpus.jsonl").write_bytes(data)
+        with pytest.raises(ValueError, match=words.format(tmp_path / "corpus")):
+            CorpusCache(slow, slow()).dataset_of(tmp_path / "corpus.jsonl")
+
+
 def test_one_process_tokenizes_and_the_others_wait(tmp_path: Path) -> None:
     path = write(tmp_path / "corpus.jsonl", [*TEXTS, "wait 3", ""])
     found = at_once(path, 3)
@@ -157,8 +167,8 @@ def test_the_failure_of_one_is_the_failure_of_all(tmp_path: Path, capfd: pytest.
     assert capfd.readouterr().out.count("this once") == 1
     assert {answer for answer, _ in found} == {
         ("error", f"{path}:2: the tokenizer cannot encode the text (not numbers apart by spaces, which the null tokenizer "
-         'reads); --skip-bad leaves such records out: {"text": "no number"}. Training skips no record; make a dataset for '
-         f"--data-path {tmp_path}/corpus_text_document first: megatron-lite data preprocess --input {path} --output-prefix "
+         'reads); --skip-bad leaves such records out: {"text": "no number"}. Training reads \'text\' in UTF-8 and '
+         f"skips no record; make a dataset for --data-path {tmp_path}/corpus_text_document first: megatron-lite data preprocess --input {path} --output-prefix "
          f"{tmp_path}/corpus --skip-bad --append-eod")
     }  # fmt: skip
     assert not (tmp_path / ".tokenized").exists()

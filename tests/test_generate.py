@@ -521,7 +521,7 @@ def test_two_processes(saved: dict[str, Path], tmp_path: Path, capsys: pytest.Ca
 
 def test_too_many_processes_say_so_once(saved: dict[str, Path], tmp_path: Path) -> None:
     done = torchrun(tmp_path, "--load", saved["llama"], "--prompt", "3 1 4")
-    text = "megatron-lite: tp 1 x pp 1 = 1 ranks, but 2 were started: start without torchrun"
+    text = "megatron-lite: error: tp 1 x pp 1 = 1 ranks, but 2 were started: start without torchrun"
     assert done.returncode != 0 and done.stdout == "" and done.stderr.count(text) == 1, done.stderr
     assert "Traceback (most recent call last)" not in done.stderr.split(text)[0]
 

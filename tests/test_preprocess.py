@@ -619,7 +619,7 @@ def test_a_worker_that_is_killed_alone_ends_the_run(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert time.monotonic() - start < 10 and process.returncode == 2
     place = rf"lines \d+ to \d+ of {tmp_path}/a\.jsonl; nothing was written\."
-    assert re.search(rf"^error: worker 1 \(process {workers[1]}\) was ended by SIGKILL in {place} Out of memory\?", errors)
+    assert re.search(rf"^megatron-lite: error: worker 1 \(process {workers[1]}\) was ended by SIGKILL in {place} Out of memory\?", errors)
     assert group_is_gone(process.pid) and names(tmp_path) == ["a.jsonl"]
 
 
@@ -643,8 +643,8 @@ def test_full_disk(tmp_path: Path, workers: int) -> None:
 
     process = start_tool(tmp_path, workers, lines=150_000, preexec_fn=limit)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and errors.startswith("error: ") and errors.count("\n") == 1
-    assert "File too large: " in errors and ".tmp'" in errors and "nothing was written" in errors
+    assert process.returncode == 1 and errors.startswith("megatron-lite: error: ") and errors.count("\n") == 1
+    assert ".tmp: File too large; nothing was written" in errors
     assert names(tmp_path) == ["a.jsonl"]
 
 
@@ -738,14 +738,15 @@ def test_a_prefix_has_a_name_and_documents_an_end(tmp_path: Path, capsys: pytest
     with pytest.raises(SystemExit):  # it would write hidden files, or _text_document
         cli.main([*asked, f"{tmp_path}/"])
     assert f"is a directory: add the beginning of a name, as in {tmp_path}/corpus" in capsys.readouterr().err
-    assert cli.main([*asked, str(tmp_path / "b")]) == 0 and "without --append-eod" in capsys.readouterr().err
-    assert cli.main([*asked, str(tmp_path / "c"), "--append-eod"]) == 0 and "append" not in capsys.readouterr().err
+    assert cli.main([*asked, str(tmp_path / "b")]) == 0 and "without --append-eod" in capsys.readouterr().out
+    assert cli.main([*asked, str(tmp_path / "c"), "--append-eod"]) == 0 and "append" not in capsys.readouterr().out
+    assert cli.main([*asked, str(tmp_path / "c")]) == 2 and "append" not in "".join(capsys.readouterr())  # nothing has begun
 
 
 def test_tool_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(tmp_path / "a.jsonl", [{"text": "1 2"}, [1]])
     assert tool(tmp_path) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {tmp_path}/a.jsonl:2: an array, not an object")
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"megatron-lite: error: {tmp_path}/a.jsonl:2: an array, not an object")
     assert cli.main(["--input", str(tmp_path / "b.jsonl"), "--output-prefix", str(tmp_path / "out"), *NULL]) == 2
     assert "no such file" in capsys.readouterr().err
     assert cli.main(["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out")]) == 2

@@ -18,11 +18,13 @@ from byte_tokenizer import Bytes
 from dirty_inputs import ALL, EACH_DIRTY_FILE, FOLDER, Dirty, options_of
 
 from megatron_lite.cli import preprocess as cli
+from megatron_lite.cli.main import main
 from megatron_lite.data.index_format import prefix_paths
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.text.blocks import InputOptions
+from megatron_lite.text.chat_records import Keys, conversation_of
 from megatron_lite.text.preprocess import Options, preprocess
-from megatron_lite.text.records import BadInput
+from megatron_lite.text.records import BadInput, BadRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -146,7 +148,7 @@ def test_what_cannot_be_read_is_one_line_and_no_output(
             pq.write_table(pa.table({"text": ["a"]}), folder / name)
     assert tool(tmp_path, "--input", folder / "*", *flags) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ") and why in error
+    assert error.startswith("megatron-lite: error: ") and why in error
     assert {p.name for p in tmp_path.iterdir()} == {"in", "bytes.tiktoken"}
 
 
@@ -212,3 +214,23 @@ def test_every_folder_of_dirty_files_is_refused_as_a_whole(capsys: pytest.Captur
     """It holds a script: a directory is not read in part without a word."""
     assert tool(tmp_path, "--input", FOLDER) == 2
     assert "make.py, which is not read" in capsys.readouterr().err
+
+
+def test_a_record_of_another_command_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is missing has a remedy that does not throw the corpus away; arrays are shown without newlines."""
+    path = tmp_path / "a.jsonl"
+    for record, why in (
+        ('{"body": "1"}', "no key 'text' (its keys: body); --json-keys names another one; --skip-bad leaves such records out: {"),
+        ('{"messages": []}', "; of conversations `megatron-lite data chat` makes data; --json-keys names another one; "),
+        ('[\n  {"text":\t"1"}\n]', 'FILE > FILE.jsonl: [   {"text": "1"} ]'),
+    ):
+        path.write_text(record + "\n")
+        arguments = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--input", str(path), "--output-prefix", str(tmp_path / "o")]
+        assert main(["data", "preprocess", *arguments]) == 2 and why in capsys.readouterr().err
+        assert "\ufffd" not in capsys.readouterr().err
+    with pytest.raises(BadRecord, match="; of texts `megatron-lite data preprocess` makes data"):
+        conversation_of({"text": "a"}, Keys())
+    for sub in ("preprocess --inputs x", "clean --inputs x", "merge a --output-prefx x", "split a --output-prefx x"):
+        with pytest.raises(SystemExit):
+            main(["data", *sub.split()])
+        assert "did you mean --" in capsys.readouterr().err

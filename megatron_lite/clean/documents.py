@@ -63,7 +63,7 @@ class Records:
     bad: list[Bad] = field(default_factory=list)
 
 
-def read_block(file: int, block: Block, base: int, keys: Keys, skip_bad: bool) -> Records:
+def read_block(file: int, block: Block, base: int, keys: Keys, skip_bad: bool, key_flag: str = "text_key") -> Records:
     """The records of a block of the ``file``-th input; ``base`` records of it come before the numbers of the block.
 
     Raises:
@@ -74,7 +74,7 @@ def read_block(file: int, block: Block, base: int, keys: Keys, skip_bad: bool) -
         if isinstance(record, BadRecord):
             place = f"{block.file}:{number}"
             if not skip_bad:
-                raise BadInput(f"{place}: {refusal(record, line)}")
+                raise BadInput(f"{place}: {refusal(record, line, key_flag)}")
             found.bad.append(Bad(file << LINE_BITS | base + number, place, record, line))
             continue
         text = record[keys.text_key]

@@ -7,22 +7,28 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 from types import FrameType
 from typing import Any, NoReturn
 
-from megatron_lite.config.exit_codes import CONFIGURATION, ERROR
+from megatron_lite.cli.main import complain
+from megatron_lite.config.exit_codes import ERROR
 from megatron_lite.config.problem import nearest_name
 
 INTERRUPTED = 128 + signal.SIGINT
 
 
 def strict(p: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """The flags; exits with 2 and the nearest known name at one that does not exist."""
-    args, unknown = p.parse_known_args(argv)
-    for flag in unknown:
-        nearest = nearest_name(flag.split("=")[0], (s for action in p._actions for s in action.option_strings))
-        p.error(f"unknown argument {flag}" + (f": did you mean {nearest}?" if nearest else ""))
-    return args
+    """The flags; exits with 2 and the nearest known name at one that does not exist, before it misses one that is required."""
+    known = [name for action in p._actions for name in action.option_strings]
+    flags = takewhile(lambda word: word != "--", argv)
+    for word in flags:
+        name = word.split("=")[0]
+        if word.startswith("--") and " " not in word and name not in known:
+            nearest = nearest_name(name, known)
+            p.error(f"unknown argument {word}" + (f": did you mean {nearest}?" if nearest else ""))
+    p.allow_abbrev = False
+    return p.parse_args(argv)
 
 
 def add_reading_flags(group: argparse._ArgumentGroup) -> None:
@@ -111,10 +117,9 @@ def status_of(
         try:
             status, text = work()
         except (ValueError, FileExistsError, FileNotFoundError, PermissionError) as error:
-            print(f"error: {_words(error)}", file=sys.stderr)
-            return CONFIGURATION
+            return complain(_words(error))
         except failures as error:
-            print(f"error: {_words(error)}; {left}", file=sys.stderr)
+            complain(f"{_words(error)}; {left}")
             return ERROR
         print(text)  # outside: what cannot be printed does not mean that nothing was written
         return status

@@ -25,7 +25,6 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         "megatron-lite data chat",
         description="Conversations (JSON lines) to token files with a loss mask, for fine-tuning.",
-        allow_abbrev=False,
     )
     data = p.add_argument_group("input and output")
     text = "files, patterns or directories of JSON lines: messages, conversations, or a prompt and its answer"

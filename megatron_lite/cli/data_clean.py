@@ -23,9 +23,7 @@ from megatron_lite.text.shares import parse_part
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
-        "megatron-lite data clean", description="Clean text by the steps of a YAML file.", allow_abbrev=False
-    )
+    p = argparse.ArgumentParser("megatron-lite data clean", description="Clean text by the steps of a YAML file.")
     data = p.add_argument_group("input and output")
     data.add_argument("--config", required=True, metavar="FILE", help="the steps (YAML); docs/cleaning.md lists them")
     text = (

@@ -24,7 +24,6 @@ def parser() -> argparse.ArgumentParser:
         "megatron-lite data drift",
         description="Compare the documents of two corpora by length, compression ratio and entropy of bytes or tokens "
         "(Kolmogorov-Smirnov statistic D).",
-        allow_abbrev=False,
     )
     what = "a file, pattern or directory of a corpus, or a profile that --save-profile wrote (.drift.json)"
     p.add_argument("reference", help=what)

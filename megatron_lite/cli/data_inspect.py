@@ -9,6 +9,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from megatron_lite.cli.corpus import strict
 from megatron_lite.config.exit_codes import CONFIGURATION, DONE
 
 
@@ -21,7 +22,7 @@ def run(argv: Sequence[str]) -> int:
         "--documents", type=int, default=3, metavar="N", help="show the ids of the first N (default: 3)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    args = parser.parse_args(argv)
+    args = strict(parser, argv)
     from megatron_lite.cli.data_merge import joined_prefixes
     from megatron_lite.cli.inspect import dataset_text
     from megatron_lite.data.describe import describe

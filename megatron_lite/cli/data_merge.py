@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from glob import escape, glob, has_magic
 from pathlib import Path
 
-from megatron_lite.cli.corpus import status_of
+from megatron_lite.cli.corpus import status_of, strict
 from megatron_lite.config.exit_codes import DONE
 
 
@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help=text)
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="of the dataset to write")
     parser.add_argument("--overwrite", action="store_true", help="replace outputs that are there")
-    args = parser.parse_args(argv)
+    args = strict(parser, argv)
     from megatron_lite.data.index_format import mask_prefix, prefix_paths
     from megatron_lite.data.parts import merge
 
@@ -40,7 +40,8 @@ def run(argv: Sequence[str]) -> int:
             without = next(p for p in found if p not in with_mask)
             raise ValueError(f"{with_mask[0]} has a loss mask and {without} has none: they cannot be one dataset")
         meta = merge(found, out, overwrite=args.overwrite, masks=bool(with_mask))
-        return f"{out}: {meta.documents:,} documents, {meta.tokens:,} tokens of {len(found)} datasets"
+        joined = [*found[:20], *(["..."] if len(found) > 20 else [])]
+        return f"{out}: {meta.documents:,} documents, {meta.tokens:,} tokens of {len(found)} datasets: {', '.join(joined)}"
 
     return status_of(lambda: (DONE, join()))
 

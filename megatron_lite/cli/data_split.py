@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from megatron_lite.cli.corpus import status_of
+from megatron_lite.cli.corpus import status_of, strict
 from megatron_lite.config.exit_codes import DONE
 
 
@@ -21,7 +21,7 @@ def run(argv: Sequence[str]) -> int:
     text = "what the parts are measured in; none is cut inside a document (default: tokens)"
     parser.add_argument("--by", choices=("documents", "tokens"), default="tokens", help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace outputs that are there")
-    args = parser.parse_args(argv)
+    args = strict(parser, argv)
     from megatron_lite.data.index_format import prefix_of
     from megatron_lite.data.parts import divide
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from megatron_lite.cli.corpus import strict
 from megatron_lite.config.exit_codes import CONFIGURATION, DONE
 
 
@@ -16,7 +17,7 @@ def run(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("megatron-lite data verify", description="Read datasets to the end; find damage.")
     text = "of a dataset; a directory stands for the datasets in it"
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help=text)
-    args = parser.parse_args(argv)
+    args = strict(parser, argv)
     from megatron_lite.cli.data_merge import joined_prefixes
     from megatron_lite.data.describe import verify
     from megatron_lite.data.index_format import prefix_paths

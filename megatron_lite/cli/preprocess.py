@@ -31,9 +31,8 @@ from megatron_lite.text.tokenizer import build_tokenizer
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
-        "preprocess_data.py",
+        "megatron-lite data preprocess",
         description="Tokenize text into an indexed dataset for training.",
-        allow_abbrev=False,
     )
     data = p.add_argument_group("input and output")
     text = f"files, patterns, directories, or - for JSON lines from standard input; read are {SUPPORTED}"
@@ -102,8 +101,6 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
     check_options(reading, files)
     if note := repeated(files):
         print(note, file=sys.stderr)
-    if not args.append_eod:
-        print("note: without --append-eod a model does not learn where a document ends", file=sys.stderr)
     started = time.monotonic()
     running = running_options(args)
     try:

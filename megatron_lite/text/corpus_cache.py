@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -118,7 +119,7 @@ class CorpusCache:
                 return str(prefix), self._tokenize(path, prefix)
             except (OSError, ValueError) as error:
                 if "--skip-bad" in str(error):
-                    error = BadInput(f"{error}. {self._instead(path, prefix)}")
+                    error = BadInput(f"{error}. {self._instead(path, prefix, str(error))}")
                 why = str(error)
                 raise error from None
             finally:
@@ -126,15 +127,16 @@ class CorpusCache:
                 with contextlib.suppress(OSError):
                     lock.write(why.encode())
 
-    def _instead(self, path: Path, prefix: Path) -> str:
-        """The command that makes a dataset of the good records of a file."""
+    def _instead(self, path: Path, prefix: Path, error: str) -> str:
+        """The command that makes a dataset of a file where its tokenizing has failed: of the good records, if nothing else helps."""
+        encoding, key = re.search(r"--encoding (\S+) may be right", error), "KEY" if "--json-keys names" in error else KEY
         out, is_chat = path.with_name(path.name.partition(".")[0] or "corpus"), prefix.name.endswith(CHAT)
         words = ["megatron-lite", "data", "chat" if is_chat else "preprocess", "--input", str(path), "--output-prefix", str(out)]
-        words += ["--skip-bad", *shlex.split(self.tokenizer.flags or "")]
-        words += [] if is_chat else ["--append-eod"]
+        words += ["--encoding", encoding[1]] if encoding else ["--json-keys", key] if key != KEY else ["--skip-bad"]
+        words += [*shlex.split(self.tokenizer.flags or ""), *([] if is_chat else ["--append-eod"])]
         words += ["--chat-template", str(self.template)] if is_chat and self.template else []
-        made = out if is_chat else f"{out}_{KEY}_document"
-        return f"Training skips no record; make a dataset for --data-path {made} first: {shlex.join(words)}"
+        made = out if is_chat else f"{out}_{key}_document"
+        return f"Training reads {KEY!r} in UTF-8 and skips no record; make a dataset for --data-path {made} first: {shlex.join(words)}"
 
     def _tokenize(self, path: Path, prefix: Path) -> str:
         """Make the dataset; its lock is held."""

@@ -195,10 +195,10 @@ def encode_block(encoder: Encoder, options: Options, work: Work) -> Encoded:
     return found
 
 
-def refuse(skip_bad: bool, counts: Counts, number: int, line: bytes, why: BadRecord) -> None:
+def refuse(skip_bad: bool, counts: Counts, number: int, line: bytes, why: BadRecord, key_flag: str = "") -> None:
     """A bad record is counted, or ends the run: raises Stop."""
     if not skip_bad:
-        raise Stop(number, refusal(why, line))
+        raise Stop(number, refusal(why, line, key_flag))
     counts.bad[why.reason] += 1
 
 
@@ -209,7 +209,7 @@ def _records(block: Block, options: Options, counts: Counts) -> _Records:
         good = []
         for number, start, texts in _one_by_one(block, options.keys):
             if isinstance(texts, BadRecord):
-                refuse(options.skip_bad, counts, number, start, texts)
+                refuse(options.skip_bad, counts, number, start, texts, "--json-keys")
             else:
                 good.append((number, start, texts))
         columns = [[texts[k] for _, _, texts in good] for k in range(len(options.keys))]

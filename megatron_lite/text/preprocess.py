@@ -65,6 +65,11 @@ class _Texts(Job):
         outputs = {options.output(prefix, key): key for key in keys}
         super().__init__(outputs, replace(reading, keys=keys), options, options.append_eod, separator=reading.separator, **own)
 
+    def begin(self, first: Block | None, say: Callable[[str], None]) -> None:
+        if not self.options.append_eod:
+            say("note: without --append-eod a model does not learn where a document ends")
+        super().begin(first, say)
+
     def texts(self, block: Block) -> list[str]:
         return texts_of(block, self.options.keys, _TRIED)
 

@@ -23,6 +23,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 NOT_DECODABLE = "bytes that are not text in the input's encoding"
 NOT_UTF8 = "bytes that are not UTF-8, which is the encoding of this kind of file"
 PARAGRAPHS = "\n\n"  # between the strings of a text that is a list
+_OF_CHAT = frozenset({"messages", "conversations", "prompt", "instruction"})
 _SHOWN = 80  # characters of a bad record that an error shows
 
 
@@ -40,6 +41,19 @@ class BadRecord(ValueError):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason + detail)
         self.reason = reason
+
+
+class MissingKey(BadRecord):
+    """A record without a key that is asked for.
+
+    Attributes:
+        chat: it looks like a conversation.
+    """
+
+    def __init__(self, key: str, record: dict[str, Any]) -> None:
+        there = ", ".join(map(str, list(record)[:8])) or "none"
+        super().__init__(f"no key {key!r}", f" (its keys: {excerpt(there.encode('utf-8', 'replace'))})")
+        self.chat = not _OF_CHAT.isdisjoint(record)
 
 
 def numbered_lines(first_line: int, data: bytes) -> Iterator[tuple[int, bytes]]:
@@ -101,8 +115,7 @@ def _number(digits: str) -> int | float:
 def text_of(record: dict[str, Any], key: str) -> str:
     """The text under a key; a list of strings is its paragraphs. Raises BadRecord."""
     if key not in record:
-        there = ", ".join(map(str, list(record)[:8])) or "none"
-        raise BadRecord(f"no key {key!r}", f" (its keys: {excerpt(there.encode('utf-8', 'replace'))})")
+        raise MissingKey(key, record)
     text = record[key]
     if isinstance(text, list) and text and all(isinstance(part, str) for part in text):
         text = PARAGRAPHS.join(text)
@@ -128,9 +141,15 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def refusal(why: BadRecord, line: bytes) -> str:
-    """What ends a run at a bad record: the reason, what can be done, and the start of the record."""
+def refusal(why: BadRecord, line: bytes, key_flag: str = "") -> str:
+    """What ends a run at a bad record: the reason, what can be done, and the start of the record.
+
+    ``key_flag``: what names the keys of the texts, if the user can.
+    """
     remedy = "--skip-bad leaves such records out"
+    if isinstance(why, MissingKey) and key_flag:
+        remedy = f"{key_flag} names another one; {remedy}"
+        remedy = f"of conversations `megatron-lite data chat` makes data; {remedy}" if why.chat else remedy
     if why.reason == NOT_DECODABLE:
         encoding = _likely_encoding(line)
         remedy = (f"--encoding {encoding} may be right" if encoding else "--encoding names another one") + f"; {remedy}"
@@ -152,4 +171,4 @@ def _likely_encoding(line: bytes) -> str | None:
 def excerpt(line: bytes) -> str:
     """The start of a line, fit for a terminal."""
     text = line.decode("utf-8", errors="replace")[:_SHOWN]
-    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)

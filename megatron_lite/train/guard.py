@@ -291,7 +291,7 @@ def fail_early(info: RankInfo, error: Exception, env: Mapping[str, str], seconds
     """
     configuration = isinstance(error, ValueError)
     code = CONFIGURATION if configuration else FAILURE
-    text = f"megatron-lite: {error}"
+    text = f"megatron-lite: error: {error}"
     if info.world_size == 1:
         if not configuration:
             raise error

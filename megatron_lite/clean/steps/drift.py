@@ -188,7 +188,7 @@ def sample_of(
     check_options(replace(reading, separator=None), files)  # which fits the files of the other corpus perhaps
     for number, file in enumerate(files):
         for block in open_input(file, reading):
-            records = read_block(number, block, 0, Keys(*reading.keys), skip_bad=bad is not None)
+            records = read_block(number, block, 0, Keys(*reading.keys), bad is not None, "text_key (--text-key)")
             for document in records.documents:
                 sample.add(document.text)
             if bad is not None:

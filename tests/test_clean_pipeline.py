@@ -11,7 +11,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clean_pipelines import SMALL_BLOCKS, Once, files_of, killed_at, lines_of, one_run, pipeline, plain_loop, records, silent, write_corpus  # isort: skip
+from clean_pipelines import SMALL_BLOCKS, Once, Short, ShortOptions, files_of, killed_at, lines_of, one_run, pipeline  # isort: skip
+from clean_pipelines import plain_loop, records, silent, write_corpus  # isort: skip
 from selectolax.lexbor import LexborHTMLParser
 
 from megatron_lite.clean import pipeline_input, pipeline_keys, pipeline_output
@@ -107,7 +108,8 @@ def test_parts_change_nothing(tmp_path: Path, corpus: list[Path], whole: Path, p
 
 def test_blocks_of_any_size_change_nothing(tmp_path: Path, corpus: list[Path], whole: Path) -> None:
     one_run(tmp_path, corpus, reading=InputOptions(block_bytes=90, whole=True))
-    assert files_of(tmp_path) == {name: data.replace(*plans(whole, tmp_path)) for name, data in files_of(whole).items()}
+    sizes = b'"block_bytes": 700', b'"block_bytes": 90'
+    assert files_of(tmp_path) == {name: data.replace(*plans(whole, tmp_path)).replace(*sizes) for name, data in files_of(whole).items()}
 
 
 def plans(*directories: Path) -> list[bytes]:
@@ -220,6 +222,10 @@ def test_outputs_that_are_there_are_kept(tmp_path: Path) -> None:
             one_run(tmp_path, paths)
         (tmp_path / name).rmdir()
     assert one_run(tmp_path, paths) is not None
+    with pytest.raises(FileExistsError) as refused:
+        one_run(tmp_path, paths[:2], shard_bytes=7000)
+    told = f"inputs: 5 then, 2 now; gone: {', '.join(map(str, paths[2:]))}\n  shard_bytes: 6000 then, 7000 now\nremove it"
+    assert f"{tmp_path}/out is there, and not from this run:\n  {told}" in str(refused.value)
     assert one_run(tmp_path, paths) is None
     with pytest.raises(FileExistsError):
         one_run(tmp_path, paths[:2])
@@ -367,6 +373,15 @@ def test_a_second_corpus_is_compared_with_the_first(tmp_path: Path, parts: int) 
     assert once("again", paths, CorpusOptions(second)) == []
     with pytest.raises(FileExistsError, match="index is there"):
         one_run(tmp_path / "new", paths[2:], steps=Pipeline((StepConfig("once", CorpusOptions(save=index), Once),)))
+
+
+def test_a_saved_set_of_another_run_tells_what_differs(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a b c"}\n')
+    for words in (1, 2):
+        steps = (StepConfig("short", ShortOptions(words), Short), StepConfig("once", CorpusOptions(save=str(tmp_path / "seen")), Once))
+        with pytest.raises(FileExistsError) if words == 2 else nullcontext() as refused:
+            one_run(tmp_path / str(words), [tmp_path / "in.jsonl"], steps=Pipeline(steps))
+    assert "seen is there, and not from this run:\n  pipeline.steps 1.short.words: 1 then, 2 now\nremove it" in str(refused.value)
 
 
 def test_saved_buckets_get_a_place_of_their_own(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from megatron_lite.clean.pipeline_input import Progress, input_blocks, spool_blo
 from megatron_lite.clean.pipeline_keys import Decider, KeyFiles, decide_bucket, gather_drops
 from megatron_lite.clean.pipeline_output import Output, dropped_spool, merge_dropped
 from megatron_lite.clean.pipeline_stage import Block, Done, Question, Stage, StepFailed, Worker, cut
-from megatron_lite.clean.pipeline_work import PlanDiffers, WorkDirectory, digest, file_state
+from megatron_lite.clean.pipeline_work import PLAN, PlanDiffers, WorkDirectory, digest, file_state, lasting, not_from
 from megatron_lite.clean.report import as_json, is_report, report_data
 from megatron_lite.clean.report_html import as_html
 from megatron_lite.clean.saved import is_saved_by, saved_by, steps_before
@@ -149,9 +149,8 @@ class Run:
             OSError: shards have not as many documents as were counted; nothing stands under the output's name.
         """
         plan = self.plan()
-        known_as = digest(plan)
-        self._check_outputs(known_as)
-        if self.documents.is_complete(known_as):
+        self._check_outputs(plan)
+        if self.documents.is_complete(plan):
             if self.options.json is not None and not self.options.json.exists():
                 raise FileExistsError(
                     f"{self.documents.directory} is complete, and was made without {self.options.json}: "
@@ -172,7 +171,7 @@ class Run:
                     merge_dropped(self.work, last, self.dropped.shard_bytes if self.alone else UNCUT)
                     last += 1
                 self.work.wait_for_parts(last - 1, self.options.wait, self.say)
-                return self._finish(known_as)
+                return self._finish(plan)
         except BadInput:
             if self.alone:
                 shutil.rmtree(self.work.path, ignore_errors=True)
@@ -302,7 +301,7 @@ class Run:
             with suppress(PlanDiffers, FileExistsError), self.work.joined(plan):
                 shutil.rmtree(self.work.path)
 
-    def _check_outputs(self, known_as: str) -> None:
+    def _check_outputs(self, plan: Mapping[str, Any]) -> None:
         """Refuse outputs that are there and another run's, and directories of saved buckets that meet something else's."""
         taken = [*(output.directory for output in self.outputs()), *(path for path, _ in self._pages()), self.work.path]
         for _, step in self._corpus_steps():
@@ -316,20 +315,18 @@ class Run:
                 raise ValueError(f"save: {step.options.save}: {blocked} is not a directory")
             taken.append(save)
         for output in self.outputs():
-            output.is_complete(known_as)
+            output.is_complete(plan)
         for path, _ in self._pages():
             if path.exists() and not is_report(path):
                 raise FileExistsError(f"{path} is there, and not a report of cleaning, which would be written over it; give another name")
         for _, step in self._corpus_steps():
-            if os.path.exists(step.options.save) and not is_saved_by(step.options.save, known_as):
-                raise FileExistsError(
-                    f"save: {step.options.save} is there, and not from this run; remove it or give another"
-                )
+            if os.path.exists(step.options.save) and not is_saved_by(step.options.save, digest(plan)):
+                raise not_from(f"save: {step.options.save}", Path(step.options.save), plan)
 
-    def _publish_saved(self, known_as: str) -> None:
+    def _publish_saved(self, plan: Mapping[str, Any]) -> None:
         """Bring together what the buckets of each corpus step saved."""
         for position, step in self._corpus_steps():
-            if not step.options.save or is_saved_by(step.options.save, known_as):
+            if not step.options.save or is_saved_by(step.options.save, digest(plan)):
                 continue
             (stage,) = (stage for stage in self.stages if position in (*stage.steps, stage.keyed))
             kind: Any = step.kind
@@ -340,8 +337,10 @@ class Run:
                 for bucket, directory in enumerate(directories):
                     shutil.copyfile(bucket_path(str(directory), bucket), bucket_path(str(draft), bucket))
                 before = steps_before(self.pipeline.steps, position)
-                write_whole(draft / SAVED_BY, saved_by(known_as, before, str(draft), kind.buckets))
-            if not is_saved_by(step.options.save, known_as):
+                (draft / PLAN).parent.mkdir()
+                write_whole(draft / PLAN, lasting(plan))
+                write_whole(draft / SAVED_BY, saved_by(digest(plan), before, str(draft), kind.buckets))
+            if not is_saved_by(step.options.save, digest(plan)):
                 raise FileExistsError(f"save: {step.options.save}: another run has saved there in the meantime; give another")
 
     def report(self) -> dict[str, Any]:
@@ -357,7 +356,7 @@ class Run:
                 counts.decided[stage.keyed] = dict(enumerate(outcomes))
         return report_data(self.pipeline, [str(path) for path in self.inputs], counts)
 
-    def _finish(self, known_as: str) -> dict[str, Any]:
+    def _finish(self, plan: Mapping[str, Any]) -> dict[str, Any]:
         """Cut the shards, write the report and what corpus steps save, and give everything its name."""
         report = self.report()
         if not report["total"]["documents_in"]:
@@ -365,14 +364,14 @@ class Run:
             why = "".join(f"; {n:,} bad: {reason}" for reason, n in bad.items())
             raise BadInput(f"no document in {called(self.inputs)}: {empty:,} empty and {sum(bad.values()):,} bad records{why}")
         kept, records = report["total"]["documents_out"], report["records"]
-        self.documents.write(len(self.stages) - 1, known_as, kept)
+        self.documents.write(len(self.stages) - 1, plan, kept)
         if self.dropped is not None:
-            self.dropped.write(len(self.stages), known_as, records["documents"] + sum(records["bad"].values()) - kept)
-            self.dropped.publish(known_as)
-        self._publish_saved(known_as)
+            self.dropped.write(len(self.stages), plan, records["documents"] + sum(records["bad"].values()) - kept)
+            self.dropped.publish(plan)
+        self._publish_saved(plan)
         for (path, draft), data in zip(self._pages(), (as_html(report), as_json(report)), strict=False):
             write_whole(path, data, draft)
-        self.documents.publish(known_as)
+        self.documents.publish(plan)
         if self.alone:
             shutil.rmtree(self.work.path)
         return report

@@ -16,12 +16,13 @@ import os
 import re
 import shutil
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
-from megatron_lite.clean.pipeline_work import WorkDirectory
+from megatron_lite.clean.pipeline_work import PLAN, WorkDirectory, digest, lasting, not_from
 from megatron_lite.clean.shards import (
     INDEX,
     LIST,
@@ -32,6 +33,7 @@ from megatron_lite.clean.shards import (
     index_path,
     shard_name,
     write_list,
+    write_whole,
 )
 
 _DIGITS = 16  # hexadecimal, of the document's number before a line of dropped documents
@@ -51,8 +53,8 @@ class Output:
         self._work = work
         self._own = directory.with_name(f"{directory.name}.{work.part}.tmp")  # of this part
 
-    def is_complete(self, known_as: str) -> bool:
-        """Whether the directory is there as the plan of this digest makes it.
+    def is_complete(self, plan: Mapping[str, Any]) -> bool:
+        """Whether the directory is there as the plan makes it.
 
         Raises:
             FileExistsError: it is there, and something else.
@@ -60,23 +62,23 @@ class Output:
         if not self.directory.exists():
             return False
         with suppress(OSError, ValueError, KeyError):
-            if json.loads((self.directory / INDEX / LIST).read_bytes())["plan"] == known_as:
+            if json.loads((self.directory / INDEX / LIST).read_bytes())["plan"] == digest(plan):
                 return True
-        raise FileExistsError(f"{self.directory} is there, and not from this run; remove it or give another")
+        raise not_from(str(self.directory), self.directory, plan)
 
-    def _draft(self, known_as: str) -> Path:
+    def _draft(self, plan: Mapping[str, Any]) -> Path:
         """Where the parts of the run of a plan gather what is finished: whole files only."""
-        return self.directory.with_name(f"{self.directory.name}.{known_as[:12]}.tmp")
+        return self.directory.with_name(f"{self.directory.name}.{digest(plan)[:12]}.tmp")
 
-    def write(self, stage: int, known_as: str, documents: int) -> None:
+    def write(self, stage: int, plan: Mapping[str, Any], documents: int) -> None:
         """Put the shards of what all parts left after a stage into the draft.
 
         Raises:
             OSError: they have not as many documents as were counted.
         """
-        draft = self._draft(known_as)
-        with self._unless_complete(known_as):
-            if self.is_complete(known_as):
+        draft = self._draft(plan)
+        with self._unless_complete(plan):
+            if self.is_complete(plan):
                 return
             (draft / INDEX).mkdir(parents=True, exist_ok=True)
             self.clear()
@@ -87,17 +89,18 @@ class Output:
                     self._put(path, draft)
             else:
                 self._write_shards(sources, draft)
-            found = write_list(draft, known_as, self._own / LIST)
-            if found != documents and not self.is_complete(known_as):
+            write_whole(draft / PLAN, lasting(plan), self._own / PLAN)
+            found = write_list(draft, digest(plan), self._own / LIST)
+            if found != documents and not self.is_complete(plan):
                 raise OSError(
                     f"{draft} has {found:,} documents, but {documents:,} were counted; "
                     f"remove it and {self._work.path}, and start again"
                 )
 
-    def publish(self, known_as: str) -> None:
+    def publish(self, plan: Mapping[str, Any]) -> None:
         """Give the draft its name."""
-        draft = self._draft(known_as)
-        with self._unless_complete(known_as):
+        draft = self._draft(plan)
+        with self._unless_complete(plan):
             if not self.directory.exists():
                 os.rename(draft, self.directory)
         self.clear()
@@ -112,12 +115,12 @@ class Output:
                     shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
-    def _unless_complete(self, known_as: str) -> Iterator[None]:
+    def _unless_complete(self, plan: Mapping[str, Any]) -> Iterator[None]:
         """When the draft vanishes, another part has given it its name (and mkdir says that it was there a moment ago)."""
         try:
             yield
         except (FileNotFoundError, FileExistsError):
-            if not self.is_complete(known_as):
+            if not self.is_complete(plan):
                 raise
 
     def _put(self, path: Path, draft: Path) -> None:

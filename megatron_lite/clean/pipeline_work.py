@@ -20,7 +20,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -30,6 +30,8 @@ from megatron_lite.clean.shards import write_whole
 from megatron_lite.data.locked_file import naming
 
 _OWN = re.compile(r"plan\.(json|\d+\.tmp)|part-\d+\.lock|(stage|scratch)-\d+")  # names in the directory
+PLAN = ".index/plan.json"  # in what a run has made: what it follows from
+_MOST_TOLD = 20  # differences between two plans
 _POLL = 0.5  # seconds between looks at what others have finished
 
 
@@ -76,10 +78,8 @@ class WorkDirectory:
             write_whole(file, text.encode(), self.path / f"plan.{self.part}.tmp")
         found = json.loads(file.read_text(encoding="utf-8"))
         if found != json.loads(text):
-            lines = "\n  ".join(_differences(found, json.loads(text), ""))
-            raise PlanDiffers(
-                f"{self.path} belongs to a run with other options or inputs:\n  {lines}\nto start over, remove it"
-            )
+            told = _told(_differences(found, json.loads(text), ""))
+            raise PlanDiffers(f"{self.path} belongs to a run with other options or inputs{told}\nto start over, remove it")
         with open(self.path / f"part-{self.part}.lock", "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,9 +161,29 @@ def _plan_text(plan: Mapping[str, Any]) -> str:
     return json.dumps(plan, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
+def lasting(plan: Mapping[str, Any]) -> bytes:
+    """A plan as a file, without what changes nothing of what is written: how many parts there are, and where the shards go."""
+    return _plan_text({key: plan[key] for key in plan if key not in ("parts", "outputs")}).encode()
+
+
 def digest(plan: Mapping[str, Any]) -> str:
-    """By what a plan is known. How many parts there are, and where the shards go, changes nothing of what is written."""
-    return sha256(_plan_text({key: plan[key] for key in plan if key not in ("parts", "outputs")}).encode()).hexdigest()
+    """By what a plan is known."""
+    return sha256(lasting(plan)).hexdigest()
+
+
+def not_from(what: str, directory: Path, plan: Mapping[str, Any]) -> FileExistsError:
+    """The error that a directory is there and another run's; its :data:`PLAN`, if it has one, tells what differs."""
+    told = "; "
+    with suppress(OSError, ValueError):
+        if found := _differences(json.loads((directory / PLAN).read_bytes()), json.loads(lasting(plan)), ""):
+            told = f"{_told(found)}\n"
+    return FileExistsError(f"{what} is there, and not from this run{told}remove it or give another")
+
+
+def _told(differences: Sequence[str]) -> str:
+    """The first of them, as lines behind a sentence."""
+    more = [f"(and {len(differences) - _MOST_TOLD:,} more)"] * (len(differences) > _MOST_TOLD)
+    return "\n  ".join([":", *differences[:_MOST_TOLD], *more])
 
 
 def _differences(old: Any, new: Any, where: str) -> list[str]:
@@ -180,6 +200,14 @@ def _differences(old: Any, new: Any, where: str) -> list[str]:
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         pairs = enumerate(zip(old, new, strict=True), 1)
         return [line for number, (a, b) in pairs if a != b for line in _differences(a, b, f"{where} {number}")]
+    if isinstance(old, list) and isinstance(new, list):
+        names = [[str(v.get("path", next(iter(v), ""))) if isinstance(v, dict) else str(v) for v in some] for some in (old, new)]
+        told = f"{where}: {len(old):,} then, {len(new):,} now"
+        for what, some, others in (("gone", *names), ("new", *reversed(names))):
+            known = set(others)
+            only = [name for name in some if name not in known]
+            told += f"; {what}: {', '.join(only[:_MOST_TOLD])}{' ...' * (len(only) > _MOST_TOLD)}" if only else ""
+        return [told]
     return [f"{where}: {old!r} then, {new!r} now"]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,7 @@ from megatron_lite.data.loader import Loader, SampleError
 from megatron_lite.data.mock import MockDataset
 from megatron_lite.data.row import Row
 from megatron_lite.data.transform import Transform, TransformedRows, load_transform
+from megatron_lite.train.build import Built
 
 S, V = 24, 61
 
@@ -95,6 +98,8 @@ def test_any_layout_and_any_start_gives_the_same_rows(workers: int) -> None:
         (lambda r, g: replace(r, loss_mask=np.ones(25)), r"gave a loss mask of shape \[25\], not \[24\]"),
         (lambda r, g: replace(r, loss_mask=np.full(24, 0.5)), "gave a loss mask with other values than 0 and 1"),
         (lambda r, g: replace(r, loss_mask=np.full(24, 2, np.uint8)), "gave a loss mask with other values than 0 and 1"),
+        (lambda r, g: r.tokens.put(0, 1), r"ValueError: .*read-only"),
+        (lambda r, g: r.starts.fill(0), r"ValueError: .*read-only"),
         (lambda r, g: sys.exit(3), r"SystemExit: 3 \(.*test_transform.py:\d+\)"),
         (lambda r, g: 1 / 0, r"ZeroDivisionError: division by zero \(.*test_transform.py:\d+\)"),
     ],
@@ -159,6 +164,40 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("team_turn.py").write_text(text + "# another\n")
     again = train_here(f"{flags} --load one --log-dir again --train-iters 5 --lr-decay-iters 4")
     assert again.code == 0 and "the transform is not that of the checkpoint" in again.text
+
+
+def test_what_cannot_be_read_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that raises on one of two ranks, a disk that fails in an evaluation: steps up to there are saved on both."""
+    monkeypatch.chdir(tmp_path)
+    broken = tmp_path / "broken"
+    text = f"from pathlib import Path\ndef f(row, generator):\n    if row.index == 9 and Path({str(broken)!r}).exists():\n"
+    Path("team_raises.py").write_text(text + "        raise KeyError('no such thing')\n    return row\n")
+    flags = f"{MOCK} --fp64 --train-iters 4 --transform team_raises:f"
+    assert train_here(f"{flags} --save whole").code == 0
+    broken.touch()
+    outcome = trained(2, f"{flags} --save {tmp_path}/two --zero-stage 1")[0]
+    assert outcome.code == exit_codes.CONFIGURATION and outcome.error.startswith("step 3: sample 9 (data-parallel rank 1) could not be")
+    assert "KeyError: 'no such thing'" in outcome.error and "team_raises.py:4" in outcome.error and "step 2: saved" in outcome.text
+    broken.unlink()
+    assert trained(2, f"{flags} --save {tmp_path}/two --load {tmp_path}/two --zero-stage 1")[0].code == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "two", 4, tolerance=1e-12)
+    evaluated = f"{MOCK} --train-iters 4 --eval-interval 3 --eval-iters 1 --save {tmp_path}/eval"
+    outcome = trained(2, (evaluated, no_held_out_data))[0]
+    assert outcome.code == exit_codes.CONFIGURATION and "step 3: saved" in outcome.text
+    assert outcome.error.startswith("validation after step 3: sample 1 (data-parallel rank 1) could not be read: OSError: gone")
+
+
+@contextlib.contextmanager
+def no_held_out_data(built: Built) -> Iterator[None]:
+    """Rank 1 cannot read the validation data."""
+
+    def row(j: int) -> Row:
+        raise OSError("gone")
+
+    if built.mesh.rank == 1:
+        assert built.data.valid is not None
+        built.data.valid.dataset.row = row  # type: ignore[method-assign]
+    yield
 
 
 def test_a_function_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

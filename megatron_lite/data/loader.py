@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from megatron_lite.data.batch import Batch, make_batch
@@ -156,6 +157,17 @@ class Loader:
             next_consumed=self.sampler.after(consumed, global_batch_size),
             samples=samples,
         )
+
+    def blank(self, consumed: int, global_batch_size: int) -> StepBatches:
+        """In place of a step that cannot be read: the same shapes, samples and number of microbatches, and no target that counts."""
+        zeros = np.zeros(self.seq_length + 1, dtype=np.int64)
+        row = Row(zeros, zeros[:1], consumed, np.zeros(self.seq_length, dtype=np.uint8))
+        batch, samples, at = make_batch([row] * self.sampler.micro_batch_size), [], consumed
+        for _ in range(self.sampler.microbatches(global_batch_size)):
+            samples.append(self.sampler.rows(at, 0))
+            at = self.sampler.after(at, self.sampler.stride)
+        batches = [replace(batch, first_row=self.sampler.first_row(m)) for m in range(len(samples))]
+        return StepBatches(self._to_device(batches), 0, 0, 0.0, self.sampler.after(consumed, global_batch_size), samples)
 
     def skip(self, start: int, stop: int) -> None:
         """Take samples [start, stop) out of the order from now on (a rollback)."""

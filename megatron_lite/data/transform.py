@@ -2,8 +2,8 @@
 
 ``--transform module:function`` names any callable ``(row, generator) -> row``. What it draws comes from the generator, which
 is keyed by (seed, number of the sample): the same row on every rank that reads it, after every restart, and with any
-number of threads, and another one each time the data are read again. It must keep no state, since threads call it,
-and must leave the row it is given as it is. Its result is checked for being a row of the same length.
+number of threads, and another one each time the data are read again. It must keep no state, since threads call it.
+The arrays of the row it is given are read-only. Its result is checked for being a row of the same length.
 
 Rows of validation and test data are not changed: their losses stay comparable.
 """
@@ -75,7 +75,7 @@ class TransformedRows:
 
     def row(self, j: int) -> Row:
         """Sample j. ValueError where the function fails or its result is no row like the one it was given."""
-        before, what = self.dataset.row(j), f"--transform {self.transform.name}, sample {j}"
+        before, what = _read_only(self.dataset.row(j)), f"--transform {self.transform.name}, sample {j}"
         generator = np.random.Generator(np.random.Philox(key=np.array([self._key, j], dtype=np.uint64)))
         try:
             after = self.transform.function(before, generator)
@@ -85,6 +85,14 @@ class TransformedRows:
         if wrong is not None:
             raise ValueError(f"{what}: the function gave {wrong}")
         return replace(after, tokens=np.ascontiguousarray(after.tokens, dtype=np.int64), index=before.index)
+
+
+def _read_only(row: Row) -> Row:
+    """The same row, whose arrays cannot be written: its memory may be that of a file, or of another sample."""
+    arrays: dict[str, Any] = {name: array.view() for name, array in vars(row).items() if isinstance(array, np.ndarray)}
+    for array in arrays.values():
+        array.flags.writeable = False
+    return replace(row, **arrays)
 
 
 def _place(error: BaseException) -> str:

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from megatron_lite.data.by_source import BySource
+from megatron_lite.data.loader import SampleError
 from megatron_lite.mesh.mesh import ProcessMesh
+from megatron_lite.train.step import STOP_DATA
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,13 @@ class Evaluation:
         loss: mean in nats per valid token; 0 for a set without one, nan where it was broken off.
         by_source: the mean of each source that has valid tokens in the evaluated samples; empty for a single source.
         stop: why any rank wanted to stop (then there is no result), or 0.
+        unread: of STOP_DATA, what this rank could not read, if it is one of those.
     """
 
     loss: float
     by_source: dict[str, float] = field(default_factory=dict)
     stop: int = 0
+    unread: SampleError | None = None
 
 
 def agreed(mesh: ProcessMesh, reason: int) -> int:
@@ -68,15 +72,19 @@ def evaluate(
     sums = torch.zeros(len(names), 2, dtype=torch.float64, device=mesh.device)
     for first in range(0, rows, global_batch):
         beat(f"evaluation batch {first // global_batch + 1} of {-(-rows // global_batch)}")
-        step = loader.step(first, min(global_batch, rows - first))
+        unread, size = None, min(global_batch, rows - first)
+        try:
+            step = loader.step(first, size)
+        except SampleError as error:  # the others wait for this rank
+            unread, step = error, loader.blank(first, size)
         losses = runtime.evaluate(step.microbatches).losses
         if reports:
             for loss, batch, samples in zip(losses, step.microbatches, step.samples, strict=True):
                 source = 0 if sorted_rows is None else sorted_rows.source(samples[0])
                 sums[source, 0] += loss
                 sums[source, 1] += batch.valid_tokens
-        if reason := agreed(mesh, stop()):
-            return Evaluation(float("nan"), stop=reason)
+        if reason := agreed(mesh, STOP_DATA if unread else stop()):
+            return Evaluation(float("nan"), stop=reason, unread=unread)
     table = torch.empty(mesh.layout.world_size, sums.numel(), dtype=torch.float64, device=mesh.device)
     world.all_gather(table, sums.reshape(-1)).wait()
     sums = table.sum(dim=0).view(-1, 2)

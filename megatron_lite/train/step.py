@@ -30,7 +30,7 @@ FIELDS = (
     "memory_gib", "data_wait",
 )  # fmt: skip
 AT = {name: i for i, name in enumerate(FIELDS)}
-STOP_LIMIT, STOP_SIGNAL = 1, 2
+STOP_LIMIT, STOP_SIGNAL, STOP_DATA = 1, 2, 3
 
 
 class StepBatches(Protocol):
@@ -50,7 +50,8 @@ class StepBatches(Protocol):
 class HostNumbers:
     """What the host adds to this rank's vector.
 
-    ``stop`` is 0, or why this rank wants to stop after this step (STOP_SIGNAL, STOP_LIMIT).
+    ``stop`` is 0, or why this rank wants to stop after this step (STOP_SIGNAL, STOP_LIMIT); STOP_DATA: it could not read its
+    samples, and no rank makes an update.
     """
 
     stop: int
@@ -186,7 +187,7 @@ class TrainStep:
         vector = to_device(vector, self.mesh.device)
         norm_squared = self.optimizer.norm_squared()
         vector[AT["norm_squared"]] = norm_squared
-        vector[AT["non_finite"]] = self.optimizer.non_finite(norm_squared)
+        vector[AT["non_finite"]] = self.optimizer.non_finite(norm_squared) if host.stop != STOP_DATA else 1.0
         if self._reports_loss and sums.loss_sum is not None:
             vector[AT["loss"]] = sums.loss_sum
         if self._reports_aux and sums.aux_sum is not None:
@@ -198,7 +199,8 @@ class TrainStep:
     def _report(self, numbers: torch.Tensor) -> StepReport:
         table = numbers[:-3].view(-1, len(FIELDS)).numpy()
         unscale, norm, bad = numbers[-3:].tolist()
-        self._check_digests(table[:, AT["digest"]])
+        if table[:, AT["stop"]].max() != STOP_DATA:
+            self._check_digests(table[:, AT["digest"]])
         tokens = int(table[:, AT["tokens"]].sum())
         seconds = table[:, AT["seconds"]]
         return StepReport(

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -29,7 +29,7 @@ from megatron_lite.train.nonfinite import NonFiniteError, diagnose
 from megatron_lite.train.profile import Profiler
 from megatron_lite.train.report import first_sample_line, memory_gib, sanity_lines
 from megatron_lite.train.signals import SignalRequests
-from megatron_lite.train.step import STOP_LIMIT, STOP_SIGNAL, BatchMismatch, HostNumbers, StepReport
+from megatron_lite.train.step import STOP_DATA, STOP_LIMIT, STOP_SIGNAL, BatchMismatch, HostNumbers, StepReport
 
 MAX_ROLLBACKS = 3
 GC_INTERVAL = 100  # steps between collections, at the same step on all ranks
@@ -136,7 +136,11 @@ class Training:
         self.profiler.begin(progress.step)
         began = time.perf_counter()
         size = self.batch.size(progress.consumed_samples)
-        batches = self.data.train.step(progress.consumed_samples, size)
+        unread: SampleError | None = None
+        try:
+            batches = self.data.train.step(progress.consumed_samples, size)
+        except SampleError as error:  # the others wait for this rank: it takes part once more, and nobody makes an update
+            unread, batches = error, self.data.train.blank(progress.consumed_samples, size)
         rates = self.rates.learning_rates(progress.scheduled_samples)
         scale = self.scaler.scale
         report = self.assembly.step.run(
@@ -148,9 +152,14 @@ class Training:
             learning_rates=rates,
             weight_decay=self.rates.weight_decay.at(progress.scheduled_samples),
             host=HostNumbers(
-                self._stop_reason(), self._save_wanted(), self._step_seconds, memory_gib(self.mesh.device)
+                STOP_DATA if unread else self._stop_reason(),
+                self._save_wanted(),
+                self._step_seconds,
+                memory_gib(self.mesh.device),
             ),
         )
+        if report.stop == STOP_DATA:
+            self._end_unread(f"step {progress.step + 1}", unread)
         self._step_seconds = time.perf_counter() - began
         self.profiler.end(progress.step)
         counted = replace(progress)
@@ -282,7 +291,9 @@ class Training:
             beat=self.guard.beat,
             stop=stop_reason or self._stop_reason,
         )
-        if found.stop:
+        if found.stop == STOP_DATA:
+            self._end_unread(f"{split} after step {self.progress.step}", found.unread)
+        elif found.stop:
             self.reporter.say(f"step {self.progress.step}: the evaluation was broken off to stop")
         else:
             self.reporter.evaluation(self.progress, found, time.perf_counter() - began, split)
@@ -305,6 +316,16 @@ class Training:
         self._last_save_time, self._last_saved = time.monotonic(), step
         self._roll_back_to = Path(str(self.config.checkpoint.save))
         self.reporter.say(f"step {step}: saved {directory} in {time.perf_counter() - began:.1f} s")
+
+    def _end_unread(self, what: str, unread: SampleError | None) -> NoReturn:
+        """End a run whose samples a rank could not read: what was trained up to here is saved. Collective."""
+        where = f" (rank {self.info.rank} on {self.info.host})" if self.info.world_size > 1 else ""
+        told = self.mesh.axis("world").gather_json(None if unread is None else f"{unread}{where}")
+        error = f"{what}: {next(text for text in told if text)}"
+        if self.config.checkpoint.save is not None and self.progress.step > max(0, self._last_saved):
+            self.reporter.say(error)  # a save may fail too
+            self._save(final=False)
+        raise UserError(error) from unread
 
     # ---- numbers that are not finite
 
@@ -358,7 +379,7 @@ class UserError(RuntimeError):
 
 
 def _of_a_step(error: ValueError) -> Exception:
-    """What a ValueError in the middle of a run is: the data's fault, or a bug of the model's or ours, with its place."""
-    if isinstance(error, SampleError | BatchMismatch):
+    """What a ValueError in the middle of a run is: data that differ, or a bug of the model's or ours, with its place."""
+    if isinstance(error, BatchMismatch):
         return UserError(str(error))
     return RuntimeError(f"{type(error).__name__}: {error}")

@@ -196,10 +196,6 @@ def test_loss_masks_and_other_files_are_no_tokens(tmp_path):
     folder = tmp_path / "cleaned"
     folder.mkdir()
     assert f"{folder} is a directory, not the prefix" in problems(build(str(folder)))
-    (folder / "part-0.jsonl.zst").write_bytes(b"")
-    text = problems(build("3", str(a), "1", f"{folder}/"))
-    assert f"{folder} is a directory of 1 files of text" in text and f"data preprocess --input {folder} " in text
-    assert f"then {folder}_text_document in place of {folder}" in text
     (folder / "b.idx").write_bytes(b"")
     assert f"in it are: {folder}/b" in problems(build(str(folder)))
 

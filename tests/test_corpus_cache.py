@@ -140,6 +140,30 @@ def at_once(path: Path, processes: int) -> list[Any]:
     return found
 
 
+def test_directories_and_patterns_are_one_dataset(tmp_path: Path) -> None:
+    (tmp_path / "in" / "b").mkdir(parents=True)
+    files = [write(tmp_path / "in" / f"{name}.jsonl", [f"{i} {i}", "9"]) for i, name in enumerate(("a", "b/x", "c"))]
+    for entry, name, second, count in (
+        ("in", ".tokenized/in-", 1, 6),
+        ("in/*.jsonl", "in/.tokenized/_.jsonl-", 2, 4),
+        ("i*/**/*.jsonl", ".tokenized/i_____", 1, 6),
+    ):
+        prefix, line = cache().dataset_of(tmp_path / entry)
+        assert prefix.startswith(f"{tmp_path}/{name}")
+        assert f"{tmp_path / entry}: {count} documents, " in line
+        assert IndexedDataset(prefix).document(2).tolist()[:2] == [second, second]
+        assert "tokenized before" in cache().dataset_of(tmp_path / entry)[1]
+    os.utime(files[1], (1, 1))
+    assert "6 documents" in cache().dataset_of(tmp_path / "in")[1]
+    write(tmp_path / "in" / "d.jsonl", TEXTS)
+    flags = f"{TINY} --train-iters 3 --log-dir {tmp_path}/log --data-path"
+    for entry in (f"{tmp_path}/in/", f"{tmp_path}/in/*.jsonl"):
+        said = train_here(f"{flags} {entry}")
+        assert said.code == 0 and "documents, " in said.text, said
+    nothing = train_here(f"{flags} {tmp_path}/no*.jsonl")
+    assert nothing.code == 2 and "no*.jsonl: no such file" in nothing.error
+
+
 def test_the_command_that_helps_is_told(tmp_path: Path) -> None:
     for data, words in (
         ('{"text": "今天天气很好"}\n'.encode("gb18030"), "--data-path {0}_text_document first: .* --encoding gb18030 --append-eod"),
@@ -168,8 +192,8 @@ def test_the_failure_of_one_is_the_failure_of_all(tmp_path: Path, capfd: pytest.
     assert {answer for answer, _ in found} == {
         ("error", f"{path}:2: the tokenizer cannot encode the text (not numbers apart by spaces, which the null tokenizer "
          'reads); --skip-bad leaves such records out: {"text": "no number"}. Training reads \'text\' in UTF-8 and '
-         f"skips no record; make a dataset for --data-path {tmp_path}/corpus_text_document first: megatron-lite data preprocess --input {path} --output-prefix "
-         f"{tmp_path}/corpus --skip-bad --append-eod")
+         f"skips no record; make a dataset for --data-path {tmp_path}/corpus_text_document first: megatron-lite data preprocess "
+         f"--input {path} --output-prefix {tmp_path}/corpus --skip-bad --append-eod")
     }  # fmt: skip
     assert not (tmp_path / ".tokenized").exists()
     state = path.stat()

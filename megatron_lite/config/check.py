@@ -13,6 +13,7 @@ import re
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -240,7 +241,7 @@ def check_files(config: RunConfig[Any]) -> list[Problem]:
             if "://" in prefix:
                 continue  # in a store, which is asked when it is opened
             if is_text_file(prefix):
-                if not Path(prefix).is_file() and not data.mock_data:
+                if not (Path(prefix).exists() or glob(prefix, recursive=True)) and not data.mock_data:
                     found.append(Problem(f"--{flag.replace('_', '-')} {prefix}: no such file"))
                 continue
             missing = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).is_file()]

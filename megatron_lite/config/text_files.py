@@ -36,8 +36,16 @@ def name_of(path: str | Path) -> Name | None:
 
 
 def is_text_file(path: str) -> bool:
-    """Whether an entry of ``--data-path`` is a file of text, and not a dataset's prefix."""
-    return path != STANDARD_INPUT and "://" not in path and name_of(path) is not None
+    """Whether an entry of ``--data-path`` is text, and not a dataset's prefix: a file, a pattern, or a directory without a dataset."""
+    if path == STANDARD_INPUT or "://" in path:
+        return False
+    if name_of(path) is not None or not os.path.isdir(path) or os.path.exists(path.rstrip("/") + ".idx"):
+        return name_of(path) is not None
+    inside: list[str] = []
+    for _, folders, names in os.walk(path):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        inside += names
+    return any(map(name_of, inside)) and not any(name.endswith(".idx") for name in inside)
 
 
 def near_prefixes(prefix: str) -> list[str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from megatron_lite.config.text_files import is_text_file, near_prefixes
+from megatron_lite.config.text_files import near_prefixes
 from megatron_lite.data.index_format import DatasetMeta, prefix_paths
 from megatron_lite.data.remote import BlockCache, RemoteFile, is_remote, local_index
 
@@ -170,14 +170,7 @@ def _missing(bin_path: Path, idx_path: Path) -> str:
         return f"{text}; {prefix} is a file, not the prefix of a dataset (of text, data preprocess makes one)"
     if os.path.isdir(prefix) and len(missing) == 2:
         prefix = prefix.rstrip("/")
-        texts = [name for name in os.listdir(prefix) if is_text_file(name)]
         held = sorted(str(path)[: -len(".idx")] for path in Path(prefix).glob("*.idx"))
-        if texts and not held:
-            return (
-                f"{prefix} is a directory of {len(texts)} files of text, not the prefix of a dataset. Make one, and give its prefix: "
-                f"megatron-lite data preprocess --input {prefix} --output-prefix {prefix} --append-eod (and the flags of the "
-                f"tokenizer), then {prefix}_text_document in place of {prefix}"
-            )
         return f"{prefix} is a directory, not the prefix of a dataset" + (f"; in it are: {', '.join(held[:5])}" if held else "")
     near = near_prefixes(prefix)
     return text + (f"; there are: {', '.join(near)}" if near else "")

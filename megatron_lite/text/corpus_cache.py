@@ -1,9 +1,9 @@
 """Files of text as a run's data: tokenized when they are first named in ``--data-path``, found at later starts.
 
 Each file becomes an ordinary dataset, ``NAME-KEY_text_document.bin/.idx/.meta.json``, in ``--data-cache-path`` or, without
-it, in ``.tokenized`` beside the file; one of conversations becomes ``NAME-KEY_chat`` and its loss mask. KEY is a digest of
-what the tokens depend on: the file's place, size and time of change, the tokenizer, its template, the options. A file
-that changed gets a new dataset; old ones can be deleted at any time. One that is damaged, so that it does not open, is made
+it, in ``.tokenized`` beside the file; one of conversations becomes ``NAME-KEY_chat`` and its loss mask. A directory and a pattern
+become one dataset too, of their files in order. KEY is a digest of what the tokens depend on: the files' places, sizes and times of
+change, the tokenizer, its template, the options. What changed gets a new dataset; old ones can be deleted at any time. One that is damaged, so that it does not open, is made
 again.
 
 One process of a node tokenizes and the others wait for it (:mod:`megatron_lite.data.node_file`), also those of another job.
@@ -23,9 +23,10 @@ import shlex
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from megatron_lite.data.locked_file import sync_directory
 from megatron_lite.data.node_file import node_lock
 from megatron_lite.data.sources import parse_sources
 from megatron_lite.text.chat_files import ChatOptions, holds_conversations, prepare_chat, summary
+from megatron_lite.text.inputs import expand_inputs
 from megatron_lite.text.preprocess import Options, preprocess
 from megatron_lite.text.records import BadInput
 from megatron_lite.text.tokenizer import Tokenizer
@@ -45,7 +47,7 @@ FIELDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 FOLDER = ".tokenized"  # beside the file
 KEY = "text"
 CHAT = "chat"  # ends the prefix of conversations
-_FORMAT = 1  # to be raised when the same file and options give other tokens
+_FORMAT = 2  # to be raised when the same file and options give other tokens
 _MANY_BYTES = 1 << 25  # of a file that is worth starting worker processes for
 _MOST_WORKERS = 8
 Tell = Callable[[str], None]
@@ -71,23 +73,24 @@ class CorpusCache:
     beside: Path | None = None
     template: Path | None = None
 
-    def prefix_of(self, path: Path) -> Path:
-        """Where the dataset of a file is, or will be."""
-        state = path.stat()
-        what = [_FORMAT, KEY, True, os.path.realpath(path), state.st_size, state.st_mtime_ns]
-        what += [self.tokenizer.fingerprint, self.tokenizer.eod_id, self.tokenizer.vocab_size]
-        chat = holds_conversations(path)
+    def prefix_of(self, path: Path, files: Sequence[Path] = ()) -> Path:
+        """Where the dataset of a file is, or will be; ``path`` may stand for several ``files``."""
+        files = files or [path]
+        states = [(os.path.realpath(file), state.st_size, state.st_mtime_ns) for file in files for state in [file.stat()]]
+        what = [_FORMAT, KEY, True, states, self.tokenizer.fingerprint, self.tokenizer.eod_id, self.tokenizer.vocab_size]
+        chat = holds_conversations(files[0])
         if chat:
             try:
-                templates = self._chat_options(path).templates(self.tokenizer)
+                templates = self._chat_options(files).templates(self.tokenizer)
             except ValueError as error:
                 raise ValueError(f"{path} holds conversations: {error}") from None
             what.append(templates.digest)
         key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-        return (self.directory or path.parent / FOLDER) / f"{path.name}-{key}_{CHAT if chat else f'{KEY}_document'}"
+        beside, name = _place(path)
+        return (self.directory or beside / FOLDER) / f"{name}-{key}_{CHAT if chat else f'{KEY}_document'}"
 
-    def _chat_options(self, path: Path) -> ChatOptions:
-        changed = datetime.fromtimestamp(path.stat().st_mtime)  # the date, for templates that write one
+    def _chat_options(self, files: Sequence[Path]) -> ChatOptions:
+        changed = datetime.fromtimestamp(max(file.stat().st_mtime for file in files))  # the date, for templates that write one
         return ChatOptions(self.make, self.beside, self.template, changed)
 
     def dataset_of(self, path: Path) -> tuple[str, str]:
@@ -97,7 +100,8 @@ class CorpusCache:
             ValueError: what is wrong with the file, in the process that reads it and in those that waited for it.
             OSError: the dataset cannot be written.
         """
-        prefix = self.prefix_of(path)
+        files = [path] if path.is_file() else expand_inputs([str(path)], "--data-path")
+        prefix = self.prefix_of(path, files)
         if _damage(prefix) is None:
             return str(prefix), f"{path}: tokenized before, in {prefix}"
         reason = _cannot_write(prefix.parent)
@@ -116,7 +120,7 @@ class CorpusCache:
                     return str(prefix), f"{path}: tokenized by another process, in {prefix}"
                 if damage:
                     print(f"{damage}; it is made again", flush=True)
-                return str(prefix), self._tokenize(path, prefix)
+                return str(prefix), self._tokenize(path, files, prefix)
             except (OSError, ValueError) as error:
                 if "--skip-bad" in str(error):
                     error = BadInput(f"{error}. {self._instead(path, prefix, str(error))}")
@@ -130,7 +134,8 @@ class CorpusCache:
     def _instead(self, path: Path, prefix: Path, error: str) -> str:
         """The command that makes a dataset of a file where its tokenizing has failed: of the good records, if nothing else helps."""
         encoding, key = re.search(r"--encoding (\S+) may be right", error), "KEY" if "--json-keys names" in error else KEY
-        out, is_chat = path.with_name(path.name.partition(".")[0] or "corpus"), prefix.name.endswith(CHAT)
+        beside, name = _place(path)
+        out, is_chat = beside / (name.partition(".")[0].strip("_") or "corpus"), prefix.name.endswith(CHAT)
         words = ["megatron-lite", "data", "chat" if is_chat else "preprocess", "--input", str(path), "--output-prefix", str(out)]
         words += ["--encoding", encoding[1]] if encoding else ["--json-keys", key] if key != KEY else ["--skip-bad"]
         words += [*shlex.split(self.tokenizer.flags or ""), *([] if is_chat else ["--append-eod"])]
@@ -138,7 +143,7 @@ class CorpusCache:
         made = out if is_chat else f"{out}_{key}_document"
         return f"Training reads {KEY!r} in UTF-8 and skips no record; make a dataset for --data-path {made} first: {shlex.join(words)}"
 
-    def _tokenize(self, path: Path, prefix: Path) -> str:
+    def _tokenize(self, path: Path, files: Sequence[Path], prefix: Path) -> str:
         """Make the dataset; its lock is held."""
         started = time.monotonic()
         print(f"tokenizing {path}, this once, into {prefix.parent}", flush=True)
@@ -149,20 +154,20 @@ class CorpusCache:
         own.mkdir()
         try:
             running: dict[str, Any] = {
-                "workers": _workers(path),
+                "workers": _workers(files),
                 "log_interval": 1000,
                 "say": lambda text: self.tell(f"tokenizing {path}: {text}"),
             }
             made = str(own / "made")
             if prefix.name.endswith(CHAT):
-                chat = self._chat_options(path)
-                text = summary(prepare_chat([path], made, chat, **running), chat)
+                chat = self._chat_options(files)
+                text = summary(prepare_chat(files, made, chat, **running), chat)
                 print(text, flush=True)  # the process that starts a run's output may be another one
                 what = "; ".join(text.splitlines())
                 _move(mask_prefix(made), mask_prefix(str(prefix)))  # before the tokens
             else:
                 options = Options(self.make, keys=(KEY,), append_eod=True)
-                counts = preprocess([path], made, options, **running)
+                counts = preprocess(files, made, options, **running)
                 what = "; ".join((f"{counts.documents:,} documents, {counts.tokens:,} tokens", *counts.skipped()))
                 made = options.output(made, KEY)
             _move(made, str(prefix))
@@ -241,6 +246,13 @@ def _remove(lock: Path, directory: Path) -> None:
         directory.rmdir()
 
 
-def _workers(path: Path) -> int:
+def _workers(files: Sequence[Path]) -> int:
     """The other ranks of the node wait meanwhile."""
-    return min(_MOST_WORKERS, len(os.sched_getaffinity(0))) if path.stat().st_size >= _MANY_BYTES else 1
+    size = sum(file.stat().st_size for file in files)
+    return min(_MOST_WORKERS, len(os.sched_getaffinity(0))) if size >= _MANY_BYTES else 1
+
+
+def _place(path: Path) -> tuple[Path, str]:
+    """The directory that a file, directory or pattern is in, and a name for it that is no pattern."""
+    beside = next((parent for parent in path.parents if not has_magic(str(parent))), path)
+    return beside, re.sub(r"[*?\[\]/]", "_", str(path.relative_to(beside)) if path != beside else "text")

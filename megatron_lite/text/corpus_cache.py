@@ -3,8 +3,8 @@
 Each file becomes an ordinary dataset, ``NAME-KEY_text_document.bin/.idx/.meta.json``, in ``--data-cache-path`` or, without
 it, in ``.tokenized`` beside the file; one of conversations becomes ``NAME-KEY_chat`` and its loss mask. A directory and a pattern
 become one dataset too, of their files in order. KEY is a digest of what the tokens depend on: the files' places, sizes and times of
-change, the tokenizer, its template, the options. What changed gets a new dataset; old ones can be deleted at any time. One that is damaged, so that it does not open, is made
-again.
+change, the tokenizer, its template, the options. What changed gets a new dataset; old ones can be deleted at any time. One that is
+damaged, so that it does not open, is made again.
 
 One process of a node tokenizes and the others wait for it (:mod:`megatron_lite.data.node_file`), also those of another job.
 It writes into a directory of its own beside the place and renames what is complete, ``.idx`` last. When it fails it

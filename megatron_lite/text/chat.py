@@ -47,7 +47,7 @@ def render(template: ChatTemplate, conversation: Conversation) -> Rendered:
         if any(isinstance(m["content"], list) and str(m["content"]) in whole.text for m in messages if m.get("content")):
             raise BadRecord("the template writes an array of parts as it stands: give the 'content' as a string")
         if template.marks:
-            return replace(whole, marked=_weighed(whole.marked, conversation))
+            return _weighed(whole, messages) if any("weight" in m for m in messages) else whole
         spans = []
         for k in (k for k, m in enumerate(messages) if m["role"] == ASSISTANT and m.get("weight") != 0):
             before = template.render(messages[:k], tools, prompt=True).text
@@ -63,17 +63,17 @@ def render(template: ChatTemplate, conversation: Conversation) -> Rendered:
     return replace(whole, marked=tuple(spans))
 
 
-def _weighed(marked: tuple[tuple[int, int], ...], conversation: Conversation) -> tuple[tuple[int, int], ...]:
-    """The marked turns without those of ``weight`` 0."""
-    turns = [m for m in conversation.messages if m["role"] == ASSISTANT]
-    if len(turns) == len(conversation.answers):
-        return marked
-    if len(marked) != len(turns):
+def _weighed(whole: Rendered, messages: list[dict[str, Any]]) -> Rendered:
+    """The marked turns without those of ``weight`` 0. Raises BadRecord where it cannot be told which they are."""
+    weights = [m.get("weight") for m in messages if m["role"] == ASSISTANT]
+    if 0 not in weights:
+        return whole
+    if len(whole.marked) != len(weights):
         raise BadRecord(
             "a message has 'weight' 0, and the template has not one {% generation %} block for each turn of the assistant",
-            f" ({len(marked)} for {len(turns)})",
+            f" ({len(whole.marked)} for {len(weights)})",
         )
-    return tuple(span for span, m in zip(marked, turns, strict=True) if m.get("weight") != 0)
+    return replace(whole, marked=tuple(span for span, w in zip(whole.marked, weights, strict=True) if w != 0))
 
 
 def _without_none(template: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[dict[str, Any]]:

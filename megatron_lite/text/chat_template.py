@@ -89,7 +89,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template is not Jinja: {error.message} (line {error.lineno})") from None
         self.marks = any(OPEN in data.data for data in tree.find_all(nodes.TemplateData))
         texts = (part for n in tree.find_all(nodes.Const) if isinstance(n.value, str) for part in n.value.split("."))
-        self._names = {*texts, *(n.attr for n in tree.find_all(nodes.Getattr))}  # what it may read of a message
+        self._names = {"role", *texts, *(n.attr for n in tree.find_all(nodes.Getattr))}  # what it may read of a message
         names = {name.name for name in tree.find_all(nodes.Name)}
         self.reads_tools, self.reads_date = "tools" in names, "strftime_now" in names
         self._tokens = dict(tokens)
@@ -143,9 +143,11 @@ class ChatTemplate:
 
     def unread(self, messages: Sequence[dict[str, Any]]) -> set[str]:
         """Keys of messages that say something and that it does not read: they are nowhere in it, and it does not write all."""
-        new = {key for m in messages for key in m if key not in self._names and (key != "weight" or m["role"] != ASSISTANT)}
-        new = {key for key in new if key != "role" and any(says(m.get(key)) for m in messages)}
-        return new if new and self.tried is not None and not self.tried.writes_all else set()
+        new = set().union(*messages) - self._names
+        if not new or self.tried is None or self.tried.writes_all:
+            return set()
+        others = [m for m in messages if m["role"] != ASSISTANT]  # the assistant's `weight` is read by :mod:`.chat`
+        return {key for key in new if any(says(m.get(key)) for m in (others if key == "weight" else messages))}
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class _Texts(Job):
         super().__init__(outputs, replace(reading, keys=keys), options, options.append_eod, separator=reading.separator, **own)
 
     def begin(self, first: Block | None, say: Callable[[str], None]) -> None:
-        if not self.options.append_eod:
+        if not self.options.append_eod and first is not None and self.texts(first):  # and no record of something else
             say("note: without --append-eod a model does not learn where a document ends")
         super().begin(first, say)
 

@@ -127,7 +127,7 @@ class Guard:
         self._stop.set()
         text = "".join(traceback.format_exception(error)) if code == FAILURE else ""
         alone = self.info.world_size == 1 and code == CONFIGURATION
-        who = "megatron-lite" if alone else f"rank {self.info.rank} on {self.info.host} failed"
+        who = "megatron-lite: error" if alone else f"rank {self.info.rank} on {self.info.host} failed"
         self._last(f"{text}{who}: {message}")
         return code
 

@@ -224,6 +224,21 @@ def test_patterns_are_joined_in_the_order_of_their_numbers(
     assert code == 2 and "q*: no dataset matches" in err
 
 
+@pytest.mark.parametrize("of", ["", "_loss_mask"])
+def test_damaged_tokens_are_not_copied_under_a_new_checksum(tmp_path: Path, capsys: pytest.CaptureFixture[str], of: str) -> None:
+    a = write(tmp_path / "a", documents(5, 30))
+    lengths = [[[1] * len(sequence) for sequence in document] for document in documents(5, 30)]
+    write(tmp_path / "a_loss_mask", lengths, "uint8", vocab_size=None, eod_id=None, tokenizer=None)
+    name = Path(f"{a}{of}.bin")
+    data = bytearray(name.read_bytes())
+    data[0] ^= 1
+    name.write_bytes(data)
+    for command in (["merge", a, a], ["split", a, "--parts", 2]):
+        code, _, err = run(capsys, *command, "--output-prefix", tmp_path / "out")
+        assert code == 2 and f"{name}: its sha256 is not the one in" in err
+        assert not list(tmp_path.glob("out*"))
+
+
 # --- looking --------------------------------------------------------------------------------------------------------
 
 

@@ -173,7 +173,7 @@ class IndexedWriter:
         self._append_lengths(lengths)
         self._append_ends(ends)
 
-    def add_dataset(self, other: IndexedDataset, documents: range | None = None) -> None:
+    def add_dataset(self, other: IndexedDataset, documents: range | None = None, seen: hashlib._Hash | None = None) -> None:
         """Append documents of another dataset of the same dtype (default: all), in pieces."""
         if other.dtype != self.dtype:
             raise ValueError(
@@ -184,7 +184,10 @@ class IndexedWriter:
         begin, end, shift = other.start_of(first), other.start_of(last), self.sequences - first
         step = max(1, _BLOCK // self.dtype.itemsize)
         for start in range(begin, end, step):
-            self._append_tokens(self._checked(other.raw(start, min(end, start + step))))
+            tokens = other.raw(start, min(end, start + step))
+            if seen is not None:
+                seen.update(tokens.tobytes())
+            self._append_tokens(self._checked(tokens))
         for _, lengths in pieces(other.lengths[first:last], _CHUNK):
             self._append_lengths(lengths)
         for _, ends in pieces(other.documents[documents.start + 1 : documents.stop + 1], _CHUNK):

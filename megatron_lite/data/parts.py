@@ -7,6 +7,7 @@ output appears complete or not at all.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -68,7 +69,8 @@ def divide(
     assert len(outs) == len(shares)
     with contextlib.closing(IndexedDataset(prefix)) as dataset:
         _check_index(dataset)
-        masked = open_mask(dataset) is not None
+        mask = open_mask(dataset)
+        masked = mask is not None
         ranges = part_ranges(dataset, shares, by)
         if any(Path(out).resolve() == Path(prefix).resolve() for out in outs):
             raise ValueError(f"{prefix} is one of the outputs itself: give another --output-prefix")
@@ -76,10 +78,14 @@ def divide(
             refuse_existing(out)
         facts = {"dtype": dataset.dtype} | {name: getattr(dataset.meta, name, None) for name in _FACTS}
         done: list[str] = []
+        seen = {name: hashlib.sha256() for name in (prefix, mask_prefix(prefix))}
         try:
             for out, part in zip(outs, ranges, strict=True):
-                _write([(prefix, part)], out, facts, overwrite, masked)
+                _write([(prefix, part)], out, facts, overwrite, masked, seen)
                 done.append(out)
+            _check_tokens(dataset, seen[prefix])
+            if mask is not None:
+                _check_tokens(mask, seen[mask_prefix(prefix)])
         except BaseException:
             for out in done:
                 remove_dataset(out)
@@ -163,6 +169,12 @@ def _check_index(dataset: IndexedDataset) -> None:
         raise ValueError(f"{'; '.join(wrong)}: it is damaged")
 
 
+def _check_tokens(dataset: IndexedDataset, seen: hashlib._Hash) -> None:
+    """Raises ValueError for tokens that are not those of ``.meta.json``; their copies would have a checksum that matches."""
+    if dataset.meta is not None and dataset.meta.sha256_bin not in (None, seen.hexdigest()):
+        raise ValueError(f"{dataset.bin_name}: its sha256 is not the one in {dataset.prefix}.meta.json: it is damaged")
+
+
 def _nearest(dataset: IndexedDataset, target: float) -> int:
     """The document that starts nearest to a position of the stream."""
 
@@ -176,28 +188,43 @@ def _nearest(dataset: IndexedDataset, target: float) -> int:
 Piece = tuple[str, range | None]  # prefix and documents; None: all
 
 
-def _write(pieces: Sequence[Piece], out: str, facts: Mapping[str, Any], overwrite: bool, masked: bool) -> DatasetMeta:
-    """Publish pieces of datasets as one, with its mask."""
+def _write(
+    pieces: Sequence[Piece],
+    out: str,
+    facts: Mapping[str, Any],
+    overwrite: bool,
+    masked: bool,
+    seen: Mapping[str, hashlib._Hash] | None = None,
+) -> DatasetMeta:
+    """Publish pieces of datasets as one, with its mask; adds the tokens of a piece to ``seen`` of its prefix."""
     with contextlib.ExitStack() as stack:
         mask = None
         if masked:
             of_masks = [(mask_prefix(prefix), part) for prefix, part in pieces]
-            mask = _copied(of_masks, mask_prefix(out), {"dtype": np.uint8}, overwrite)
+            mask = _copied(of_masks, mask_prefix(out), {"dtype": np.uint8}, overwrite, seen)
             stack.callback(mask.abort)  # does nothing once it has been finished
-        return _copied(pieces, out, facts, overwrite, mask).finish()
+        return _copied(pieces, out, facts, overwrite, seen, mask).finish()
 
 
 def _copied(
-    pieces: Sequence[Piece], out: str, facts: Mapping[str, Any], overwrite: bool, mask: IndexedWriter | None = None
+    pieces: Sequence[Piece],
+    out: str,
+    facts: Mapping[str, Any],
+    overwrite: bool,
+    seen: Mapping[str, hashlib._Hash] | None,
+    mask: IndexedWriter | None = None,
 ) -> IndexedWriter:
     """The same, not yet published."""
     writer = IndexedWriter(out, **facts, overwrite=overwrite, mask=mask)
     try:
         for prefix, part in pieces:
             with contextlib.closing(IndexedDataset(prefix)) as dataset:
+                digest = hashlib.sha256() if seen is None else seen[prefix]
                 if part is None:
                     _check_index(dataset)
-                writer.add_dataset(dataset, part)
+                writer.add_dataset(dataset, part, digest)
+                if part is None:
+                    _check_tokens(dataset, digest)
     except BaseException:
         writer.abort()
         raise

@@ -153,6 +153,15 @@ def test_blend_without_weights_goes_by_length(tmp_path):
     assert more.train.row(499).index == 499
 
 
+@pytest.mark.parametrize("options", [{"sample_order": "megatron"}, {"packing": "best-fit"}])
+def test_an_order_that_took_long_is_no_warning(tmp_path, monkeypatch, options):
+    monkeypatch.setattr("megatron_lite.data.order_cache._SAID_FROM", -1.0)
+    paths = [write(tmp_path / name, [100] * 6, eod_id=9999) for name in "ab"]
+    result = build(*paths, split="1", data_cache_path=str(tmp_path / "cache"), **options)
+    assert not result.problems and not result.notices
+    assert len([line for line in result.summary if line.endswith("later starts find it")]) >= 2
+
+
 def test_megatron_blend_sizes(tmp_path):
     paths = [write(tmp_path / "a", [100] * 6, eod_id=9999), write(tmp_path / "b", [100] * 2, first=1000, eod_id=9999)]
     train = build("0.3", paths[0], "0.7", paths[1], split="1", asked=(101, 0, 0), sample_order="megatron").train

@@ -245,6 +245,7 @@ def test_what_the_loss_counts_is_shown(tmp_path: Path) -> None:
     assert describe(write(tmp_path / "n", [5]))["loss_tokens"] is None
     row = Row(np.arange(6), np.zeros(1, np.int64), 0, np.array([0, 1, 1, 0, 1], np.uint8))
     batch = make_batch([row])
+    assert first_sample_line(None, make_batch([row, row]), masked=True) == first_sample_line(None, batch, masked=True), "one row of two"
     assert first_sample_line(None, batch, masked=True) == "first sample: '0 1 \u27e62 3\u27e7 4'"
     letters = first_sample_line(lambda ids: "".join("abcdef"[i] for i in ids), batch, masked=True)
     assert letters == "first sample: 'ab\u27e6cd\u27e7e'" and first_sample_line(None, batch) == "first sample: ids [0, 1, 2, 3, 4] ..."

@@ -125,7 +125,7 @@ class Split:
         padding = self.result.eod_id or 0
         packed = PackedDataset(
             stream, size, self.seed, salt=part.number, vocab_size=self.vocab_size, padding_id=padding,
-            cache=self.cache, tell=self.result.notices.append,
+            cache=self.cache, tell=self.result.summary.append,
         )  # fmt: skip
         self.result.summary.append(f"{stream.name}: {packed.describe()}")
         if masked and packed.plan.cut:
@@ -197,14 +197,14 @@ class Split:
         return BlendedDataset(members, self._megatron_blend(normalised(weights.tolist()), sum(counts)), names)
 
     def _megatron_blend(self, weights: np.ndarray, size: int) -> MegatronBlend:
-        return MegatronBlend(weights, size, cache=self.cache, tell=self.result.notices.append)
+        return MegatronBlend(weights, size, cache=self.cache, tell=self.result.summary.append)
 
     def _megatron_member(self, part: Part, asked: int | None) -> MegatronDataset:
         stream, eod_id = part.stream, self.result.eod_id if self.data.document_mask else None
         return MegatronDataset(
             stream.dataset, stream.part, self.data.seq_length, asked, self.seed,
             eod_id=eod_id, vocab_size=self.vocab_size, name=stream.name,
-            cache=self.cache, tell=self.result.notices.append,
+            cache=self.cache, tell=self.result.summary.append,
         )  # fmt: skip
 
     def _summarise(self, parts: list[Part], dataset: Dataset) -> None:

@@ -215,11 +215,10 @@ def sanity_lines(report: StepReport, vocab_size: int, samples: int, seq_length: 
 
 def first_sample_line(decode: Callable[[Sequence[int]], str] | None, batch: Batch, *, masked: bool = False, width: int = 160) -> str:
     """The beginning of the first row, as text where a tokenizer is at hand; ``masked``: marks around what the loss counts."""
+    ids = batch.tokens[: min(128 if masked else 64, batch.seq_length)].tolist()
     if masked:
-        ids = batch.tokens[:128].tolist()
         counts = [0, *batch.loss_mask[: len(ids) - 1].int().tolist()]  # the mask is of targets, which stand one further on
         return f"first sample: {marked(decode, ids, counts)[: 4 * width]!r}"
-    ids = batch.tokens[:64].tolist()
     if decode is None:
         return f"first sample: ids {ids[:16]} ..."
     return f"first sample: {decode(ids)[:width]!r}"

@@ -22,8 +22,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from megatron_lite.cli.corpus import add_reading_flags
+from megatron_lite.text.blocks import InputOptions
 from megatron_lite.text.encode import texts_of
-from megatron_lite.text.inputs import STANDARD_INPUT, InputOptions, check_options, expand_inputs
+from megatron_lite.text.inputs import STANDARD_INPUT, check_options, expand_inputs
 from megatron_lite.text.shares import read, shares
 
 END = "<|endoftext|>"

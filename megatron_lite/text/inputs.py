@@ -186,9 +186,7 @@ def _raise(error: OSError) -> NoReturn:
 
 def check_options(options: InputOptions, files: Sequence[Path]) -> None:
     """Refuse options that fit no file, before anything is read. Raises ValueError."""
-    from megatron_lite.text.inputs_bytes import check_encoding
-
-    check_encoding(options.encoding)
+    inputs_bytes.check_encoding(options.encoding)
     if options.separator == "":
         raise ValueError("--document-separator is an empty text")
     for path in files:

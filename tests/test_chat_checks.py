@@ -180,6 +180,8 @@ def test_a_header_that_would_count_is_refused(model: Path, tmp_path: Path, capsy
     remedy = said.split("put ")[1].split(" at its end")[0]
     said = chat(capsys, tokenizer_with(model, tmp_path / "u", WITHOUT_PROMPT + remedy), TALK)
     assert said.split("from")[0] == chat(capsys, tokenizer_with(model, tmp_path / "v", CHATML), TALK).split("from")[0]
+    said = chat(capsys, tokenizer_with(model, tmp_path / "w", WITHOUT_PROMPT + "<|im_end|>"), TALK, code=2)
+    assert "renders the beginning of the conversation otherwise when it goes on" in said and "would count" not in said
 
 
 OUTSIDE = "{% generation %}{{ message.content }}{% endgeneration %}<|im_end|>"

@@ -136,7 +136,8 @@ class ChatTemplate:
         at = whole.text.find(_ANSWER)
         if at < 0:
             return Tried(writes_all=_BESIDE in whole.text)
-        header = whole.text[len(asked) : at] if asked == before and not self.marks else ""
+        counts = asked == before and whole.text.startswith(asked) and not self.marks
+        header = whole.text[len(asked) : at] if counts else ""
         behind = at + len(_ANSWER)
         stop = next((b for a, b in whole.marked if a <= at < b), behind) if self.marks else len(whole.text)
         return Tried(header if header.strip() else "", whole.text[behind:stop].strip(), whole.text[stop:].strip(), _BESIDE in whole.text)

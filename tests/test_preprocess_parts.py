@@ -180,7 +180,7 @@ def test_every_byte_is_in_one_share(tmp_path: Path) -> None:
         for number, path in enumerate(paths):
             size, own = path.stat().st_size, [s for s in found if s.file == number]
             if not size:
-                assert own == []
+                assert [(s.start, s.stop) for s in own] == [(0, None)]  # an empty .txt is a record, and of Parquet damaged
                 continue
             assert own[0].start == 0 and own[-1].stop is None and sum(s.size for s in own) == size
             assert [s.stop for s in own[:-1]] == [s.start for s in own[1:]]

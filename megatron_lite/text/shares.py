@@ -67,7 +67,7 @@ def shares(paths: Sequence[Path], options: InputOptions, part: Part | None = Non
         if units is not None:
             cut = (first * units // size, last * units // size if last < size else None)
             found.append(Share(i, path, *cut, last - first, first))
-        elif size and low <= begin + size // 2 < high:
+        elif low <= begin + size // 2 < high or (index + 1 == parts and begin + size // 2 == total):  # empty files at the end
             found.append(Share(i, path, size=size))
         begin += size
     return _laid(found)

@@ -333,6 +333,17 @@ def test_every_file_of_an_archive_counts(tmp_path: Path) -> None:
             list(open_input(path, PLAIN))
 
 
+def test_names_in_an_archive_that_are_not_utf8_can_be_written_anywhere(tmp_path: Path) -> None:
+    """They are sources, and places of bad records, in reports that are UTF-8."""
+    packed, path = zstandard.compress(b'{"text": "a"}\n'), tmp_path / "a.jsonl.zst.tar"
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as archive:
+        member = tarfile.TarInfo("caf\xe9.jsonl.zst")
+        member.size = len(packed)
+        archive.addfile(member, io.BytesIO(packed))
+    (block,) = open_input(path, PLAIN)
+    assert block.file == f"{path}(caf\ufffd.jsonl.zst)"
+
+
 def test_one_line_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_lite.text.inputs_bytes._LONGEST_LINE", 100_000)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "' + b"b" * 300_000 + b'"}\n'))

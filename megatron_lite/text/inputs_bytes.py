@@ -290,7 +290,7 @@ def _streams(
             pieces = (text.encode("utf-8", "surrogatepass") for text in decoded(pieces, encoding))
         yield shown, pieces
         return
-    with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:  # type: ignore[call-overload]
+    with tarfile.open(fileobj=file, mode="r|", errors="replace", tarinfo=_Member) as archive:  # type: ignore[call-overload]
         for member in archive:
             archive.members = []  # type: ignore[attr-defined]  # which otherwise remembers them all
             if member.isdir():

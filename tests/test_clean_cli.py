@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from clean_pipelines import files_of, lines_of
@@ -288,6 +289,8 @@ def test_bad_input_is_told_with_file_and_line(good: list[str], tmp_path: Path, c
         (["--output", "o/out", "--work", "x/../o"], "inside --work x/../o, which is removed when all is complete"),
         (["--output", "o", "--json", "o.work/report.json"], "--json o.work/report.json: is inside --work"),
         (["--output", "tests/o", "--input", "tests"], "inside --input"),
+        (["--output", "o", "--work", "tests/w", "--input", "tests"], "--work tests/w: is inside --input tests, whose files"),
+        (["--output", "d/o", "--keep-dropped", "d"], "is inside --keep-dropped d, which holds nothing but shards"),
         (["--output", "o", "--json", "o.html"], "is the page of the report"),
         (["--output", "."], "is given no name"),
         (["--output", ".."], "is given no name"),
@@ -310,7 +313,8 @@ def test_a_work_directory_holds_nothing_else(good: list[str], tmp_path: Path, ca
     assert run([*good, "--work", str(tmp_path / "mine")]) == CONFIGURATION
     assert "mine holds notes, which is not a run's: give --work a directory of its own" in capsys.readouterr().err
     (tmp_path / "mine" / "notes").rename(tmp_path / "notes")
-    assert run([*good, "--work", str(tmp_path / "mine")]) == DONE and not (tmp_path / "mine").exists()
+    (tmp_path / "link").symlink_to("mine")
+    assert run([*good, "--work", str(tmp_path / "link")]) == DONE and not (tmp_path / "mine").exists()
 
 
 def test_inputs_and_config_are_checked_before_anything_is_read(good: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,10 +373,10 @@ def test_two_runs_that_save_to_one_directory(good: list[str], tmp_path: Path, mo
     write(tmp_path / "clean.yaml", f"steps: [exact: {{save: {saved}}}]\n")
     publish = Run._publish_saved
 
-    def late(self: Run, known_as: str) -> None:
+    def late(self: Run, plan: dict[str, Any]) -> None:
         saved.mkdir()
         (saved / SAVED_BY).write_text("another\n")
-        publish(self, known_as)
+        publish(self, plan)
 
     monkeypatch.setattr(Run, "_publish_saved", late)
     assert run(good) == CONFIGURATION and not (tmp_path / "out").exists()

@@ -79,12 +79,14 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     for flag, path in named.items():
         if re.search("[\udc80-\udcff]", str(path)):
             p.error(f"{flag} {str(path)!r}: the name is not UTF-8; give another")
-        for holder, what in (("--output", "holds nothing but shards"), ("--work", "is removed when all is complete")):
-            if path is not None and flag != holder and named[holder].resolve() in (path.resolve(), *path.resolve().parents):
+        around = [] if path is None else [path.resolve(), *path.resolve().parents]
+        holders = [("--output", "holds nothing but shards"), ("--work", "is removed when all is complete")]
+        for holder, what in [*holders, ("--keep-dropped", "holds nothing but shards")]:
+            if flag != holder and named[holder] is not None and named[holder].resolve() in around:
                 p.error(f"{flag} {path}: is inside {holder} {named[holder]}, which {what}")
-    for directory in filter(os.path.isdir, args.input):
-        if Path(directory).absolute() in (output, *output.parents):
-            p.error(f"--output {args.output}: is inside --input {directory}, whose files are read when the run goes on")
+        for directory in filter(os.path.isdir, args.input):
+            if Path(directory).resolve() in around:
+                p.error(f"{flag} {path}: is inside --input {directory}, whose files are read when the run goes on")
     if args.part[1] > 1 and "-" in args.input:
         p.error("--input -: standard input cannot be read in parts")
     return args
@@ -127,7 +129,7 @@ def _run(args: argparse.Namespace) -> tuple[int, str]:
         wait=args.wait,
         workers=args.workers,
         shard_bytes=args.shard_size,
-        work=args.work,
+        work=args.work and args.work.resolve(),  # a link cannot be removed like a directory
         keep_dropped=args.keep_dropped,
         json=args.json,
         skip_bad=args.skip_bad,

@@ -326,6 +326,9 @@ def test_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         code, _, err = run(capsys, "head", prefix, *wrong)
         assert code == 2 and why in err
     assert run(capsys, "head", tmp_path / "none")[0] == 2
+    with pytest.raises(SystemExit):
+        run(capsys, "head", prefix, "--token", 4)  # neither --tokens nor --tokenizer-model
+    assert "unknown argument --token: did you mean --tokens?" in capsys.readouterr().err
 
 
 def test_head_finds_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_lite.cli.corpus import any_name_prints
+from megatron_lite.cli.corpus import any_name_prints, strict
 from megatron_lite.cli.tokenizer_flags import add_tokenizer_flags, tokenizer_options
 from megatron_lite.config.exit_codes import DONE
 from megatron_lite.text.tokenizer import READ_BY, Tokenizer, build_tokenizer
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
 def run(argv: Sequence[str]) -> int:
     """The subcommand."""
-    args = parser().parse_args(argv)
+    args = strict(parser(), argv)
     any_name_prints()
     from megatron_lite.data.describe import CLOSE, OPEN, marked
     from megatron_lite.data.index_format import prefix_of

@@ -600,3 +600,7 @@ def test_very_many_sources_are_counted_together(tmp_path: Path, corpus: list[Pat
         with suppress(PartsMissing):
             one_run(tmp_path / "parts", corpus, part, 3, steps=steps)
     assert (tmp_path / "parts" / "out.html").read_bytes() == (tmp_path / "alone" / "out.html").read_bytes()
+    monkeypatch.setattr("megatron_lite.clean.counts.SOURCES", 1)  # fewer than half of the files
+    (tmp_path / "typo").mkdir()
+    found = one_run(tmp_path / "typo", corpus, steps=replace(steps, keys=Keys(source_key="idd")))
+    assert any("no record has a text or number in the field 'idd'" in warning for warning in found["warnings"])

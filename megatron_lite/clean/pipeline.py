@@ -229,7 +229,7 @@ class Run:
         if stage.number == 0:
             pieces = shares(self.inputs, options.reading, None if self.alone else (options.part, options.parts))
             blocks = input_blocks(pieces, options.reading)
-            total = sum(path.stat().st_size for path in self.inputs if str(path) != STANDARD_INPUT) / options.parts
+            total = sum(piece.size for piece in pieces)
         else:
             spool = self.work.part_directory(stage.number - 1) / "documents" / shard_name(0)
             reader = FrameReader(spool) if spool.exists() else None

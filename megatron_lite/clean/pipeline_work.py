@@ -31,7 +31,7 @@ from megatron_lite.data.locked_file import naming
 
 _OWN = re.compile(r"plan\.(json|\d+\.tmp)|part-\d+\.lock|(stage|scratch)-\d+")  # names in the directory
 PLAN = ".index/plan.json"  # in what a run has made: what it follows from
-_MOST_TOLD = 20  # differences between two plans
+_MOST_TOLD = 20  # differences between two plans, parts that are missing
 _POLL = 0.5  # seconds between looks at what others have finished
 
 
@@ -43,8 +43,7 @@ class PartsMissing(RuntimeError):
     """Other parts have not come as far; ``parts`` says which."""
 
     def __init__(self, parts: Sequence[int], stage: int) -> None:
-        more = f" (and {len(parts) - 20:,} more)" if len(parts) > 20 else ""
-        super().__init__(f"part {', '.join(map(str, parts[:20]))}{more} has not come as far (stage {stage + 1})")
+        super().__init__(f"{_called(parts)} has not come as far (stage {stage + 1})")
         self.parts = list(parts)
 
 
@@ -152,9 +151,15 @@ class WorkDirectory:
             if time.monotonic() >= until:
                 raise PartsMissing(missing, stage)
             if not said:
-                say(f"waiting for part {', '.join(map(str, missing))}")
+                say(f"waiting for {_called(missing)}")
                 said = True
             time.sleep(min(_POLL, max(0.0, until - time.monotonic())))
+
+
+def _called(parts: Sequence[int]) -> str:
+    """The first of some parts, and how many more there are."""
+    more = f" (and {len(parts) - _MOST_TOLD:,} more)" if len(parts) > _MOST_TOLD else ""
+    return f"part {', '.join(map(str, parts[:_MOST_TOLD]))}{more}"
 
 
 def _plan_text(plan: Mapping[str, Any]) -> str:

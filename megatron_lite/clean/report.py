@@ -23,7 +23,7 @@ _FORMAT = "megatron-lite cleaning report"
 
 def report_data(pipeline: Pipeline, inputs: Sequence[str], counts: StageCounts) -> dict[str, Any]:
     """The report of the whole corpus; ``counts`` are those of all stages and parts."""
-    no_source = pipeline.keys.source_key and set(counts.read) <= set(inputs)
+    no_source = pipeline.keys.source_key and set(counts.read) <= {*inputs, OTHERS}
     counts.fold_sources()
     steps = [
         _step(label, config, counts.step(position), counts.decided.get(position, {}), inputs)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,13 @@ import pytest
 from megatron_lite.cli import preprocess as cli
 from megatron_lite.data.describe import verify
 from megatron_lite.data.indexed import IndexedDataset, IndexedWriter
-from megatron_lite.text.blocks import InputOptions
+from megatron_lite.text.blocks import InputOptions, Lines
 from megatron_lite.text.inputs import open_input
 from megatron_lite.text.pool import OrderedPool, WorkerDied, WorkerFailed
 from megatron_lite.text.preprocess import SENTENCE_END, Counts, Options, preprocess
 from megatron_lite.text.records import NOT_DECODABLE, BadInput, BadRecord, parse_line
+from megatron_lite.text.run import Stream
+from megatron_lite.text.shares import Share
 from megatron_lite.text.tokenizer import Tokenizer, build_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -463,6 +465,21 @@ def test_lines_that_take_long_are_named(tmp_path: Path, monkeypatch: pytest.Monk
     run(failing(tmp_path), tmp_path / "out", workers, hook=dawdle, reading=reading, say=said.append)
     found = re.findall(r"^still at lines (\d+) to (\d+) of .*a\.jsonl, for \d s$", "\n".join(said), re.M)
     assert any(int(first) <= 7 <= int(last) for first, last in found), said
+
+
+def test_no_lines_are_named_while_the_input_does_not_come() -> None:
+    """As of a slow pipe: those that were given out may be done."""
+    share, named = Share(0, Path("a.jsonl")), list[str]()
+
+    def slow() -> Iterator[tuple[Share, Lines]]:
+        for first in (1, 2):
+            named.append(stream.oldest())
+            yield share, Lines("a.jsonl", first, b"{}\n")
+
+    stream = Stream(slow(), InputOptions())
+    for _ in stream.work():
+        named.append(stream.oldest())
+    assert named == ["", "lines 1 to 1 of a.jsonl"] * 2 and stream.oldest() == named[1]
 
 
 @WORKERS

@@ -52,11 +52,19 @@ class Stream:
     blocks: Iterator[tuple[Share, Block]]
     options: InputOptions
     given: deque[tuple[Share, Block]] = field(default_factory=deque)
+    reading: bool = False  # a block is waited for
 
     def work(self) -> Iterator[Work]:
         """What workers get."""
         records = compared = 0  # those that were given out, and those of them that are to be compared
-        for share, block in self.blocks:
+        while True:
+            self.reading = True
+            try:
+                share, block = next(self.blocks)
+            except StopIteration:
+                return
+            finally:
+                self.reading = False
             records += count_lines(block.data) if isinstance(block, Lines) else len(block)
             due = records // _COMPARED - compared
             compared += due
@@ -75,8 +83,8 @@ class Stream:
         return f"lines {first} to {first + block.data.rstrip().count(bytes([10]))} of {block.file}"
 
     def oldest(self) -> str:
-        """The lines whose result is waited for."""
-        given = list(self.given)
+        """The lines whose result is waited for; nothing while it is the input that does not come."""
+        given = [] if self.reading else list(self.given)
         return self.at(*given[0]) if given else ""
 
 

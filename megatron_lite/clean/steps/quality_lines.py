@@ -24,19 +24,20 @@ def cut_lines(text: str, language: Language) -> tuple[str, int, int]:
         the text, the number of lines that were cut, and the number of end marks that end a sentence in
         what is left, at least one for each line.
     """
-    lines, sentences = list[tuple[str, bool]](), 0
-    for line in text.split("\n"):
+    lines, cut, sentences = text.split("\n"), dict[int, None](), 0
+    for number, line in enumerate(lines):
         stripped = line.strip()
         if not stripped:
-            lines.append((line, False))
             continue
         long_enough = len(stripped) >= MIN_CHARACTERS if language.by_character else len(stripped.split()) >= MIN_WORDS
         ends = stripped[-1] in language.end_marks and not stripped.endswith(("...", "…"))
         lower = stripped.lower()
         stays = long_enough and ends and not any(notice in lower for notice in _NOTICES)
-        sentences += max(1, _ends(stripped, language)) if stays else 0
-        lines.append((line, not stays))
-    return without(lines), sum(cut for _, cut in lines), sentences
+        if stays:
+            sentences += max(1, _ends(stripped, language))
+        else:
+            cut[number] = None
+    return without(lines, cut), len(cut), sentences
 
 
 def _ends(line: str, language: Language) -> int:

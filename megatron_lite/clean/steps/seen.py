@@ -95,12 +95,17 @@ class Seen(CorpusStep):
             document.dropped = "seen before"
             return
         self.count(f"{self.options.unit}s seen before", len(units))
-        taken, lines = set(units.tolist()), list[tuple[str, bool]]()
-        for unit, part in enumerate(document.text.split(self._separator)):
-            if unit and self.options.unit == "paragraph":
-                lines.append(("", False))
-            lines += [(line, unit in taken) for line in part.split("\n")]
-        text = without(lines)
+        taken = dict.fromkeys(sorted(units.tolist()))
+        lines = document.text.split("\n")
+        if self.options.unit == "paragraph":
+            parts, taken_units, begin = document.text.split(self._separator), taken, 0
+            taken = {}
+            for unit, part in enumerate(parts):
+                end = begin + part.count("\n") + 1
+                if unit in taken_units:
+                    taken |= dict.fromkeys(range(begin, end))
+                begin = end + 1  # an empty line lies between
+        text = without(lines, taken)
         if text.strip():
             document.text = text
         else:

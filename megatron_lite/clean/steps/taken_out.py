@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Collection, Sequence
 
 
-def without(lines: Iterable[tuple[str, bool]]) -> str:
+def without(lines: Sequence[str], taken: Collection[int]) -> str:
     """The text of the lines that are not taken out.
 
     Lines that are taken out, and the blank ones beside and between them, leave one blank line if any of them was blank; at the
     beginning and the end of the text they leave nothing.
 
     Args:
-        lines: each with whether it is taken out.
+        taken: numbers of lines, from 0, ascending and quickly looked up.
     """
-    runs = [(gap, list(run)) for gap, run in groupby(lines, lambda line: line[1] or not line[0].strip())]
     kept: list[str] = []
-    for place, (gap, run) in enumerate(runs):
-        stays = [line for line, taken in run if not taken]
-        if not gap or len(stays) == len(run):
-            kept += stays
-        elif stays and 0 < place < len(runs) - 1:
+    done = 0
+    for first in taken:
+        if first < done:
+            continue
+        last, blank = first + 1, False
+        while first > done and not lines[first - 1].strip():
+            first, blank = first - 1, True
+        while last < len(lines) and (last in taken or not lines[last].strip()):
+            last, blank = last + 1, blank or last not in taken
+        kept += lines[done:first]
+        if blank and first and last < len(lines):
             kept.append("")
-    return "\n".join(kept)
+        done = last
+    return "\n".join(kept + list(lines[done:]))

@@ -28,8 +28,9 @@ from megatron_lite.clean import pipeline_input, pipeline_keys, pipeline_output
 from megatron_lite.clean.config import Keys, Pipeline, StepConfig, step_class
 from megatron_lite.clean.counts import OTHERS
 from megatron_lite.clean.pipeline import Run, RunOptions
+from megatron_lite.clean.pipeline_input import Progress
 from megatron_lite.clean.pipeline_keys import by_bucket, gather_drops
-from megatron_lite.clean.pipeline_stage import DROPS, StepFailed, between
+from megatron_lite.clean.pipeline_stage import DROPS, Block, StepFailed, between
 from megatron_lite.clean.pipeline_work import PartsMissing, PlanDiffers
 from megatron_lite.clean.report import summary
 from megatron_lite.clean.shards import ShardReader, ShardWriter, write_list
@@ -348,6 +349,21 @@ def test_documents_that_take_long_are_named(tmp_path: Path, monkeypatch: pytest.
     Run(steps, [path], tmp_path / "out", RunOptions(workers=workers, reading=SMALL_BLOCKS), said.append).run()
     found = re.findall(r"^still at lines (\d+) to (\d+) of .*in\.jsonl, for \d s$", "\n".join(said), re.M)
     assert any(int(first) <= 31 <= int(last) for first, last in found), said
+
+
+def test_no_lines_are_named_while_the_input_does_not_come() -> None:
+    """As of a slow pipe: those that were given out may be done."""
+    named = list[str]()
+
+    def slow() -> Iterator[Block]:
+        for first in (1, 2):
+            named.append(progress.oldest())
+            yield Block(0, block=Lines("a.jsonl", first, b"{}\n"))
+
+    progress = Progress("stage", 0, print)
+    for _ in progress.counted(slow()):
+        named.append(progress.oldest())
+    assert named == ["", "lines 1 to 1 of a.jsonl"] * 2
 
 
 # ---- corpora that grow

@@ -53,11 +53,18 @@ class Progress:
         self._begun = self._said = time.monotonic()
         self._read = 0
         self._given: deque[Block] = deque()
+        self._reading = False  # a block is waited for
 
     def counted(self, blocks: Iterable[Block]) -> Iterator[Block]:
         """Pass blocks on and count their bytes, those of files as they lie on the disk."""
         file, before = -1, 0
-        for block in blocks:
+        source = iter(blocks)
+        while True:
+            self._reading = True
+            block = next(source, None)
+            self._reading = False
+            if block is None:
+                return
             if block.block is None:
                 self._read += len(block.spool)
             else:
@@ -69,8 +76,8 @@ class Progress:
             yield block
 
     def oldest(self) -> str:
-        """The place of the block whose result is waited for."""
-        given = list(self._given)
+        """The place of the block whose result is waited for; nothing while it is the input that does not come."""
+        given = [] if self._reading else list(self._given)
         return given[0].place() if given else ""
 
     def tell(self) -> None:

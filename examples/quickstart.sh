@@ -26,7 +26,7 @@ done
 
 # ---- settings
 
-vocabulary=8192 corpus=() steps=300 windows=512 asked=(--below 0.5 --rise 0.1)
+vocabulary=8192 corpus=() steps=450 windows=512 asked=(--below 0.5 --rise 0.1)
 model=(--num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2)
 if [ "$quick" = yes ]; then
     vocabulary=2048 corpus=(--max-bytes 3000000) steps=100 windows=128 asked=(--below 0.5)

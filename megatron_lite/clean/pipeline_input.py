@@ -31,7 +31,7 @@ def input_blocks(pieces: Sequence[Share], reading: InputOptions) -> Iterator[Blo
             if skipped and isinstance(block, Lines):
                 block = replace(block, first=block.first + skipped)
             before = block
-            yield Block(0, piece.file, base, block)
+            yield Block(0, piece.file, base, block, taken=piece.taken(block))
 
 
 def spool_blocks(stage: int, reader: FrameReader) -> Iterator[Block]:
@@ -57,7 +57,6 @@ class Progress:
 
     def counted(self, blocks: Iterable[Block]) -> Iterator[Block]:
         """Pass blocks on and count their bytes, those of files as they lie on the disk."""
-        file, before = -1, 0
         source = iter(blocks)
         while True:
             self._reading = True
@@ -65,13 +64,7 @@ class Progress:
             self._reading = False
             if block is None:
                 return
-            if block.block is None:
-                self._read += len(block.spool)
-            else:
-                if block.file != file:  # a part may begin inside the file
-                    file, before = block.file, block.block.offset if isinstance(block.block, Lines) else 0
-                self._read += block.block.taken - before
-                before = block.block.taken
+            self._read = block.taken if block.block is not None else self._read + len(block.spool)
             self._given.append(block)
             yield block
 

@@ -106,6 +106,7 @@ class Block:
     Attributes:
         stage: number of the stage to take it through.
         base: records of the input before those that the block's numbers count.
+        taken: bytes of this part's input on the disk that have been read when it has been.
     """
 
     stage: int
@@ -113,6 +114,7 @@ class Block:
     base: int = 0
     block: blocks.Block | None = None
     spool: bytes = b""
+    taken: int = 0
 
     def place(self) -> str:
         """Where the block is, for people."""

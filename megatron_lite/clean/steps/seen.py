@@ -98,13 +98,13 @@ class Seen(CorpusStep):
         taken = dict.fromkeys(sorted(units.tolist()))
         lines = document.text.split("\n")
         if self.options.unit == "paragraph":
-            parts, taken_units, begin = document.text.split(self._separator), taken, 0
-            taken = {}
-            for unit, part in enumerate(parts):
+            begin, of_lines = 0, dict[int, None]()
+            for unit, part in enumerate(document.text.split(self._separator)):
                 end = begin + part.count("\n") + 1
-                if unit in taken_units:
-                    taken |= dict.fromkeys(range(begin, end))
+                if unit in taken:
+                    of_lines |= dict.fromkeys(range(begin, end))
                 begin = end + 1  # an empty line lies between
+            taken = of_lines
         text = without(lines, taken)
         if text.strip():
             document.text = text
